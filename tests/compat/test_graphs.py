@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from tests.compat.contracts import contract
 from tfkfac.compat.graphs import (
+    in_current_graph,
     in_xla,
     is_constant_to_tapes,
     map_rows,
-    of_this_graph,
     open_graphs,
     operation_without_gradient,
     repeat,
@@ -201,10 +201,10 @@ def test_tensors_of_outer_graphs() -> None:
     @tf.function(autograph=False)
     def step(x: Any) -> Any:
         inside = tf.constant(2.0)
-        assert of_this_graph(inside) is inside
+        assert in_current_graph(inside) is inside
 
         def branch() -> Any:
-            local = of_this_graph(x)
+            local = in_current_graph(x)
             assert local is not x
             assert local.graph is tf.compat.v1.get_default_graph()
             return local
@@ -213,4 +213,4 @@ def test_tensors_of_outer_graphs() -> None:
 
     x = tf.constant(3.0)
     assert float(step(x)) == 3
-    assert of_this_graph(x) is x
+    assert in_current_graph(x) is x

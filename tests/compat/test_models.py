@@ -16,7 +16,6 @@ from tfkfac.compat import models
 from tfkfac.compat.models import (
     after_compile,
     all_layers,
-    around_fit,
     call_takes_training,
     children,
     kept_losses,
@@ -26,6 +25,7 @@ from tfkfac.compat.models import (
     mask_of,
     pass_mask,
     swap_averages_of,
+    wrap_fit,
 )
 from tfkfac.curvature.hessian import layer_name
 
@@ -125,7 +125,7 @@ class Fit:
         self._added = keras.callbacks.LambdaCallback(
             on_epoch_begin=lambda epoch, logs: self.epochs.append(epoch)
         )
-        self.override = around_fit(model, self._within)
+        self.override = wrap_fit(model, self._within)
 
     @contextlib.contextmanager
     def _within(
@@ -136,14 +136,14 @@ class Fit:
 
 
 AROUND_FIT = contract(
-    "compat.models.around_fit",
+    "compat.models.wrap_fit",
     "`fit` has `callbacks` and `initial_epoch`, and flattens callbacks.",
 )
 THEIRS = keras.callbacks.LambdaCallback()
 
 
 @AROUND_FIT
-def test_around_fit_adds_callbacks() -> None:
+def test_wrap_fit_adds_callbacks() -> None:
     """To all forms of user callbacks, until the override is removed."""
     model = network()
     model.compile("sgd", "mse", run_eagerly=True)

@@ -15,7 +15,7 @@ JOBS.add("mirrored: apart", "orders", apart=True)
 
 
 @contract(
-    "compat.strategies.keep_apart",
+    "compat.strategies.order_by_replica",
     "Resolvers change the order of operations; the name scope or the device"
     " tells the replica.",
 )
@@ -23,7 +23,7 @@ JOBS.add("mirrored: apart", "orders", apart=True)
 def test_stateful_operations_are_ordered_per_replica(
     pool: Pool, job: str
 ) -> None:
-    """Program order per replica; without `keep_apart`, one common order."""
+    """Program order per replica; else one common order."""
     (result,) = JOBS.results(pool, f"mirrored: {job}")
     names = list(result)
     assert len(names) == 10, names

@@ -15,8 +15,8 @@ from tfkfac.compat.graphs import (
     has_effects,
     kept_variables,
     new_rows,
-    own_copy,
     repeat,
+    replica_copy,
     set_row,
     state_variable,
     written_variables,
@@ -98,19 +98,19 @@ def test_checkpoints_follow_modules(tmp_path: pathlib.Path) -> None:
 
 
 @contract(
-    "compat.graphs.own_copy",
+    "compat.graphs.replica_copy",
     "Only mirrored variables have `_get_on_device_or_primary`, and a "
     "`ResourceVariable` is not mirrored.",
 )
-def test_own_copy() -> None:
+def test_replica_copy() -> None:
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
     with strategy.scope():
         mirrored = tf.Variable(1.0)
         local = state_variable(1.0, "float64", "local")
     (copy,) = strategy.experimental_local_results(mirrored)
     assert copy is not mirrored
-    assert strategy.run(lambda: own_copy(mirrored) is copy)
-    assert own_copy(local) is local
+    assert strategy.run(lambda: replica_copy(mirrored) is copy)
+    assert replica_copy(local) is local
     assert (local.dtype, local.trainable) == (tf.float64, False)
 
 

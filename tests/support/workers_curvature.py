@@ -61,7 +61,7 @@ class MeasuringMethod(KFACMethod):
             group.size,
         )
         (form,) = group.all_reduce([form])
-        self.job.own(self.forms).assign(form)
+        self.job.local_state(self.forms).assign(form)
         super().run(step)
 
 

@@ -18,7 +18,7 @@ from tests.support.dtypes import floats
 from tests.support.schedules import Formula
 from tests.support.strategies import copies, strategy
 from tfkfac.cluster import watch
-from tfkfac.compat.strategies import keep_apart
+from tfkfac.compat.strategies import order_by_replica
 
 STEPS, ROWS, POSITIONS, TOKENS = 3, 8, 3, 6
 _DENSE = {"factor_update_interval": 1, "inverse_update_interval": 2}
@@ -209,7 +209,7 @@ def orders(kind: str, apart: bool) -> dict[str, list[str]]:
 
     def step(x: Any) -> Any:
         if apart:
-            keep_apart(strategy(kind).extended.worker_devices)
+            order_by_replica(strategy(kind).extended.worker_devices)
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = loud(x)

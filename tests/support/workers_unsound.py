@@ -23,7 +23,7 @@ from tests.support.worker_parts import (
     shares,
 )
 from tests.support.workers_modes import compiled, dataset
-from tfkfac.compat.graphs import own_copy
+from tfkfac.compat.graphs import replica_copy
 from tfkfac.supervision import comparison
 
 STEPS, BAD = 8, 5
@@ -190,7 +190,7 @@ class Flip(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if batch == BAD and local_ranks("multi") == [1]:
-            kernel = own_copy(self.model.get_layer("hidden").kernel.value)
+            kernel = replica_copy(self.model.get_layer("hidden").kernel.value)
             kernel.assign(np.nextafter(kernel.numpy(), np.inf))
 
 

@@ -26,7 +26,7 @@ from tfkfac.cluster.stopping import Stopping
 from tfkfac.compat.models import set_first_epoch, skip_batches
 from tfkfac.distributed.agreement import exchange
 from tfkfac.saving.entries import FORMAT, format_fault
-from tfkfac.shell.optimizer import SecondOrderOptimizer, ours
+from tfkfac.shell.optimizer import SecondOrderOptimizer, find_optimizer
 
 EXIT_CODE = 128 + signal.SIGTERM  # as a shell reports the end by SIGTERM
 _SUFFIX = ".weights.h5"
@@ -43,7 +43,7 @@ def get_optimizer(callback: keras.callbacks.Callback) -> SecondOrderOptimizer:
         ValueError: If the model has another optimizer or none.
     """
     outer = getattr(callback.model, "optimizer", None)
-    optimizer = ours(outer)
+    optimizer = find_optimizer(outer)
     if optimizer is None:
         raise ValueError(
             f"`{type(callback).__name__}` must be used with an optimizer of "

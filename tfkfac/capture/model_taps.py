@@ -1,7 +1,7 @@
 """Taps: overridden methods of a model that record calls and earlier state.
 
-A note is a Python object with tensors of one trace of one replica. It is
-stored on the graph of its tensors, so no other trace uses them.
+A tap records Python objects with tensors of one trace of one replica. They are
+stored on the graph of their tensors, so no other trace uses them.
 
 A pullback backpropagates gradients at the outputs of a recorded call of the
 model to the pre-activations of its layers. The tape of the training step is no
@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.compat.graphs import Sum, open_graphs, under_tape
-from tfkfac.compat.models import changing_variables, own_value
+from tfkfac.compat.models import changing_variables, replica_variable
 from tfkfac.compat.overrides import drop_from, keep_on, override
 from tfkfac.compat.strategies import summing_replicas
 
@@ -66,7 +66,7 @@ def replica_id() -> int:
 N = TypeVar("N")
 # The overridden method.
 Below = Callable[..., Any]
-# Notes of one graph, keyed by (id of the `Notes`, replica).
+# Lists of one graph, keyed by (id of the `TraceLists`, replica).
 _Store = dict[tuple[int, int], list[Any]]
 # Variables of one replica, and values of them.
 Values = list[tuple[tf.Variable, tf.Tensor]]
@@ -74,17 +74,17 @@ Values = list[tuple[tf.Variable, tf.Tensor]]
 _recording = threading.local()
 
 
-class Notes(Generic[N]):
-    """Recorded objects of a tap, separate for each trace and replica.
+class TraceLists(Generic[N]):
+    """Lists of recorded objects, one for each trace and replica.
 
-    Notes of a graph are stored on the graph, eager notes on this object.
+    Objects of a graph are stored on the graph, eager objects on this object.
     """
 
     def __init__(self) -> None:
         self._eager: _Store = {}
 
-    def here(self, replica: int | None = None) -> list[N]:
-        """Return the mutable list of a replica's notes in the current graph.
+    def current(self, replica: int | None = None) -> list[N]:
+        """Return the mutable list of a replica in the current graph.
 
         `replica` defaults to the replica that is being traced.
         """
@@ -97,12 +97,12 @@ class Notes(Generic[N]):
         index = replica_id() if replica is None else replica
         return store.setdefault((id(self), index), [])
 
-    def everywhere(self, and_eager: bool = False) -> list[list[N]]:
-        """Return this replica's notes with tensors that can be used here.
+    def visible(self, and_eager: bool = False) -> list[list[N]]:
+        """Return this replica's lists with tensors that can be used here.
 
         One list per graph: the enclosing graphs (of a `tf.cond` branch) from
         the outermost, then the current graph. With `and_eager`, the eager
-        notes come first.
+        list comes first.
         """
         graphs = [] if tf.executing_eagerly() else [*open_graphs()][::-1]
         stores: list[_Store] = [getattr(graph, _STORE, {}) for graph in graphs]
@@ -111,23 +111,23 @@ class Notes(Generic[N]):
         key = id(self), replica_id()
         return [store[key] for store in stores if key in store]
 
-    def noted(self) -> list[N]:
-        """Return this replica's notes, oldest first."""
-        return [note for notes in self.everywhere() for note in notes]
+    def items(self) -> list[N]:
+        """Return this replica's objects, oldest first."""
+        return [item for items in self.visible() for item in items]
 
-    def take(self) -> list[N]:
-        """Return this replica's notes, oldest first, and remove them."""
-        taken = self.noted()
-        for notes in self.everywhere():
-            notes.clear()
+    def pop_items(self) -> list[N]:
+        """Remove and return this replica's objects, oldest first."""
+        taken = self.items()
+        for items in self.visible():
+            items.clear()
         return taken
 
 
-class ModelTap(Notes[N], abc.ABC):
-    """Override of a method of one model that records notes.
+class ModelTap(TraceLists[N], abc.ABC):
+    """Override of a method of one model that records objects.
 
-    Only the last `most` notes are kept: calls outside of a training step are
-    recorded too, and no step takes their notes.
+    Only the last `most` objects are kept: calls outside of a training step are
+    recorded too, and no step removes their objects.
     """
 
     method: ClassVar[str]
@@ -160,16 +160,16 @@ class ModelTap(Notes[N], abc.ABC):
         for tap_class in ModelTap.__subclasses__():
             tap_class.close(model)
 
-    def note(self, note: N) -> None:
-        """Record a note of this replica in the current trace."""
-        notes = self.here()
-        notes.append(note)
-        del notes[: -self.most]
+    def record(self, item: N) -> None:
+        """Record an object of this replica in the current trace."""
+        items = self.current()
+        items.append(item)
+        del items[: -self.most]
 
-    def take_last(self, default: N) -> N:
-        """Remove this replica's notes; return the last one or `default`."""
-        notes = self.take()
-        return notes[-1] if notes else default
+    def pop_last(self, default: N) -> N:
+        """Remove this replica's objects; return the last or `default`."""
+        items = self.pop_items()
+        return items[-1] if items else default
 
     @classmethod
     def _attribute(cls) -> str:
@@ -200,7 +200,7 @@ class ForwardTap(ModelTap[ForwardCall]):
     def _call(self, below: Below, /, *args: Any, **kwargs: Any) -> Any:
         outputs = below(*args, **kwargs)
         if capturing():
-            self.note(ForwardCall(args, kwargs, outputs))
+            self.record(ForwardCall(args, kwargs, outputs))
         return outputs
 
 
@@ -264,7 +264,7 @@ class PullbackTap(ModelTap[Pullback]):
                 outputs = below(*args, **kwargs)
             finally:
                 _recording.tapes = previous
-        self.note(Pullback(outputs, tape))
+        self.record(Pullback(outputs, tape))
         return outputs
 
 
@@ -285,17 +285,17 @@ class BeforeTap(ModelTap[Values]):
     method = "call"
 
     def _call(self, below: Below, /, *args: Any, **kwargs: Any) -> Any:
-        notes, model = self.here(), self._model()
-        if model is not None and capturing() and not notes:
-            notes.append(read(changing_variables(model)))
+        values, model = self.current(), self._model()
+        if model is not None and capturing() and not values:
+            values.append(read_values(changing_variables(model)))
         try:
             return below(*args, **kwargs)
         except BaseException:
-            notes.clear()
+            values.clear()
             raise
 
 
-class LeftOut(NamedTuple):
+class MetricsDecision(NamedTuple):
     """Decision whether the batch of a step counts in the metrics.
 
     Attributes:
@@ -309,7 +309,7 @@ class LeftOut(NamedTuple):
     loss_is_known: bool
 
 
-class MetricsTap(ModelTap[LeftOut]):
+class MetricsTap(ModelTap[MetricsDecision]):
     """Remove batches whose loss is not finite from the metrics.
 
     The results of `train_step` include the batch, so its logs show the loss.
@@ -319,19 +319,19 @@ class MetricsTap(ModelTap[LeftOut]):
     method = "train_step"
 
     def _call(self, below: Below, /, *args: Any, **kwargs: Any) -> Any:
-        self.take()
+        self.pop_items()
         model = self._model()
         variables = [] if model is None else model.metrics_variables
-        saved = read(variables)
+        saved = read_values(variables)
         results = below(*args, **kwargs)
-        noted = self.take()
-        if model is None or not noted:
+        decisions = self.pop_items()
+        if model is None or not decisions:
             return results
 
-        decision = noted[-1]
+        decision = decisions[-1]
         left_out = decision.flag > 0
         if not decision.loss_is_known:
-            left_out &= ~_all_finite(read(model.metrics_variables))
+            left_out &= ~_all_finite(read_values(model.metrics_variables))
         if tf.executing_eagerly() and left_out:
             # Metrics created in this step have no earlier value.
             old = {id(variable) for variable in variables}
@@ -374,13 +374,13 @@ def no_batch_counted(model: keras.Model) -> bool:
     )
 
 
-def read(variables: Sequence[keras.Variable]) -> Values:
+def read_values(variables: Sequence[keras.Variable]) -> Values:
     """Return this replica's copies of variables with their current values."""
-    copies = [own_value(variable) for variable in variables]
+    copies = [replica_variable(variable) for variable in variables]
     return [(variable, tf.convert_to_tensor(variable)) for variable in copies]
 
 
-def put_back(values: Values) -> None:
+def restore(values: Values) -> None:
     """Assign recorded values to their variables."""
     for variable, value in values:
         variable.assign(value)

@@ -25,7 +25,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.model_taps import (
-    Notes,
+    TraceLists,
     capturing,
     is_paused,
     replica_id,
@@ -90,7 +90,7 @@ class Tap:
 
     def __init__(self, layer: keras.layers.Layer) -> None:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._records: Notes[TimedRecord] = Notes()
+        self._records: TraceLists[TimedRecord] = TraceLists()
         self._moments: dict[int, Any] = {}
         self._names = list(inspect.signature(layer.call).parameters)
         self._overrides = [override(layer, "call", self._wrap_call(layer))]
@@ -133,7 +133,7 @@ class Tap:
         if tap is None:
             return []
         calls: dict[int, list[Record]] = {}
-        for timed in tap._records.take():
+        for timed in tap._records.pop_items():
             calls.setdefault(timed.call_time, []).append(timed.record)
         return list(calls.values())
 
@@ -168,7 +168,7 @@ class Tap:
             result = Record(
                 inputs, gradient, mask, arguments, moments, time, output
             )
-            stored = records.here(replica)
+            stored = records.current(replica)
             # Drop records from before this call. They are of an earlier
             # micro-batch, or of a backward pass that was not for this
             # optimizer (a saliency map, the other network of a GAN).

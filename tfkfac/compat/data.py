@@ -1,4 +1,4 @@
-"""The order of the data of a `fit`: seeds of pipelines, arrays in Keras."""
+"""Order of the data in `fit`: seeds of pipelines, shuffling of arrays."""
 
 import collections
 import contextlib
@@ -16,7 +16,7 @@ from tensorflow.python.eager import context
 
 from tfkfac.compat.overrides import overridden
 
-# Sources of which `AutoShardPolicy.AUTO` gives each worker its own files.
+# With these sources, `AutoShardPolicy.AUTO` divides files among workers.
 _READERS = (
     "ArrayRecordDataset",
     "FixedLengthRecordDataset",
@@ -29,25 +29,23 @@ Policy = tf.data.experimental.AutoShardPolicy
 
 
 def global_seed() -> int | None:
-    """The seed of `tf.random.set_seed` or `keras.utils.set_random_seed`.
+    """Return the seed of `tf.random.set_seed`; None if no seed is set.
 
-    None if neither has been called. It relies on the `global_seed` of
-    TensorFlow's context.
+    This relies on the `global_seed` of TensorFlow's context.
     """
     return context.global_seed()
 
 
 def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
-    """Seeds that determine which rows of a pipeline each worker takes.
+    """Return the seeds that determine which rows of a pipeline a worker takes.
 
-    (0, 0) is a shuffle without a seed. The list is empty where each worker
-    has data of its own: with `AutoShardPolicy.OFF`, and where it reads its
-    own files. Nothing is taken from the pipeline.
+    A shuffle without a seed has (0, 0). The list is empty if the workers have
+    different data: with `AutoShardPolicy.OFF`, or if they read different
+    files. No element of the pipeline is read.
 
-    This relies on the inputs of a dataset in `_inputs()`, its functions in
-    `_functions()`, and the seeds of a shuffle or of the choice among several
-    datasets in `_seed` and `_seed2`. Of a shuffle inside a function only the
-    global seed is known.
+    This relies on `_inputs()` and `_functions()` of a dataset, and on `_seed`
+    and `_seed2` of a shuffle or of a choice among several datasets. For a
+    shuffle inside a function only the global seed is known.
     """
     datasets = list(_with_inputs(dataset))
     seeds = [(d._seed, d._seed2) for d in datasets if hasattr(d, "_seed2")]
@@ -68,10 +66,10 @@ def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
 def copy_generated(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Copy each element if the pipeline reads it from a Python generator.
 
-    TensorFlow does not copy the generator's arrays. Slices of them, which the
-    workers get as their rows, count as tensors of its own: an operation may
-    write its output into them, and so into the user's array. This relies on
-    the operation "GeneratorDataset" of `tf.data.Dataset.from_generator`.
+    TensorFlow does not copy the generator's arrays. An operation on a slice,
+    such as the rows of a worker, may write its output into the slice and thus
+    into the user's array. This relies on the operation "GeneratorDataset" of
+    `tf.data.Dataset.from_generator`.
     """
     names = _names(list(_with_inputs(dataset)))
     if "GeneratorDataset" not in names:
@@ -85,7 +83,7 @@ def copy_generated(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _copy(component: Any) -> Any:
-    """Copy a tensor of numbers; other components are never the user's."""
+    """Copy a tensor of numbers; other components share no user memory."""
     if isinstance(component, tf.Tensor) and component.dtype.is_numpy_compatible:
         return tf.raw_ops.DeepCopy(x=component)
     return component
@@ -119,16 +117,15 @@ def _names(datasets: Sequence[tf.data.Dataset]) -> set[str]:
 
 @contextlib.contextmanager
 def reshuffle_arrays(seed: int) -> Iterator[None]:
-    """Let `fit` shuffle arrays anew in each epoch, alike in all processes.
+    """Make `fit` shuffle arrays in a new order each epoch, equal on workers.
 
-    With a seed of `tf.random.set_seed` Keras repeats the order of the first
-    epoch: `tf.random.shuffle` starts again with each iterator. Here the order
-    depends on the seed and the number of iterators before.
+    If `tf.random.set_seed` was called, Keras repeats the order of the first
+    epoch, because `tf.random.shuffle` restarts with each iterator. Here the
+    order depends on the seed and the number of earlier iterators.
 
     This relies on `ArrayDataAdapter.get_tf_dataset` calling
     `tf.random.shuffle`, and on `TFEpochIterator._get_iterator` being called
-    once for each iterator, and only after the iterator before is used up or
-    dropped.
+    once for each iterator, after the previous iterator has ended.
     """
     iterators: collections.Counter[int] = collections.Counter()
 
@@ -159,11 +156,11 @@ def reshuffle_arrays(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def label_checksums() -> Iterator[list[int]]:
-    """Collects the checksum of the labels of the first batch of a `PyDataset`.
+    """Collect the checksum of the labels of the first batch of a `PyDataset`.
 
-    Of the whole batch if it has no labels. This relies on Keras passing the
+    A batch without labels is used as a whole. This relies on Keras passing the
     batches that it reads for their shapes, before training and in the thread
-    of `fit`, to `_standardize_batch`. Nothing is read for the checksum.
+    of `fit`, to `_standardize_batch`. No additional batch is read.
     """
     checksums: list[int] = []
 

@@ -128,7 +128,7 @@ def stamp_time(variable: tf.Variable) -> tf.Tensor:
     return not_inlined(lambda: tf.identity(variable.assign(tf.timestamp())))()
 
 
-def of_this_graph(
+def in_current_graph(
     tensor: tf.Tensor | tf.IndexedSlices,
 ) -> tf.Tensor | tf.IndexedSlices:
     """Return the tensor, or an identity if it is of an outer graph."""
@@ -232,7 +232,7 @@ else:
     Tracked = tf.Module
 
 
-def own_copy(variable: Any) -> tf.Variable:
+def replica_copy(variable: Any) -> tf.Variable:
     """Return this replica's copy of a mirrored variable.
 
     Other variables are returned unchanged. This relies on the method

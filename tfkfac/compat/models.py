@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state, masking
 from keras.src.saving.saving_lib import safe_get_h5_dataset, safe_get_h5_group
 
-from tfkfac.compat.graphs import own_copy
+from tfkfac.compat.graphs import replica_copy
 from tfkfac.compat.optimizers import named_optimizer
 from tfkfac.compat.overrides import Override, keep_on, override
 
@@ -158,12 +158,12 @@ def changing_variables(model: keras.Model) -> list[keras.Variable]:
     return [v for v in model.non_trainable_variables if id(v) not in frozen]
 
 
-def own_value(variable: keras.Variable) -> tf.Variable:
+def replica_variable(variable: keras.Variable) -> tf.Variable:
     """Return this replica's `tf.Variable` of a Keras variable.
 
     This relies on `_value`. The public `value` may be a cast of the variable.
     """
-    return own_copy(variable._value)
+    return replica_copy(variable._value)
 
 
 def after_compile(action: Callable[[keras.Model], None]) -> Override:
@@ -193,9 +193,7 @@ def after_compile(action: Callable[[keras.Model], None]) -> Override:
     return override(owner, "compile", compile)
 
 
-def around_fit(
-    model: keras.Model, within: Within, name: str = "fit"
-) -> Override:
+def wrap_fit(model: keras.Model, within: Within, name: str = "fit") -> Override:
     """Run each `fit` of a model inside a context that may change callbacks.
 
     This relies on the names of the arguments of `fit`, and on `fit` creating a

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from tfkfac.compat.graphs import in_xla, own_copy
+from tfkfac.compat.graphs import in_xla, replica_copy
 from tfkfac.compat.overrides import keep_on, overridden, override
 
 if TYPE_CHECKING:
@@ -133,9 +133,9 @@ def rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
 def averages_of(
     optimizer: keras.optimizers.Optimizer,
 ) -> dict[Hashable, keras.Variable]:
-    """The averages of an optimizer with `use_ema`, by key of the variable.
+    """Return the averages of an optimizer with `use_ema`, by variable key.
 
-    It relies on `_model_variables_moving_average`, in the order of
+    This relies on `_model_variables_moving_average`, in the order of
     `_trainable_variables`.
     """
     averages = optimizer._model_variables_moving_average
@@ -279,7 +279,7 @@ def updates_in_replica(
         BaseOptimizer._apply_weight_decay(inner, variables)
 
     def count(_: Any, delta: Any) -> None:
-        replica_value = own_copy(iterations.value)
+        replica_value = replica_copy(iterations.value)
         replica_value.assign_add(tf.cast(delta, replica_value.dtype))
 
     overwrite_hook = "_backend_maybe_overwrite_model_variables"
@@ -337,7 +337,7 @@ def update_momentum_product(nadam: keras.optimizers.Nadam) -> None:
     In step t the factor is `beta_1 (1 - 0.96^t / 2)`. This relies on Nadam
     keeping the product in `_u_product`, and on no other work per update.
     """
-    product = own_copy(nadam._u_product.value)
+    product = replica_copy(nadam._u_product.value)
     step = tf.cast(nadam.iterations, product.dtype) + 1
     product.assign(product * nadam.beta_1 * (1 - 0.5 * tf.pow(0.96, step)))
 
@@ -356,7 +356,7 @@ def update_variable(
     This relies on `SGD.update_step` being equal to the kernel, with the
     momentum in `momentums` at `_get_variable_index`.
     """
-    copy = own_copy(variable.value)
+    copy = replica_copy(variable.value)
     is_sgd = type(inner) is keras.optimizers.SGD and copy.dtype in _DTYPES
     if not is_sgd or not isinstance(gradient, tf.Tensor):
         inner.update_step(gradient, variable, learning_rate)
@@ -371,7 +371,7 @@ def update_variable(
     (momentum,) = sgd_momenta(inner, [variable])
     tf.raw_ops.ResourceApplyKerasMomentum(
         var=copy.handle,
-        accum=own_copy(momentum.value).handle,
+        accum=replica_copy(momentum.value).handle,
         lr=rate,
         grad=gradient,
         momentum=keras.ops.cast(inner.momentum, copy.dtype.name),

@@ -294,7 +294,7 @@ _CHAINS = "_tfkfac_chains"
 _SCOPE = re.compile(r"(?:^|/)replica_(\d+)/")
 
 
-def keep_apart(devices: Sequence[str | None]) -> None:
+def order_by_replica(devices: Sequence[str | None]) -> None:
     """Order stateful operations per replica instead of per graph.
 
     TensorFlow runs stateful operations (assertions, prints, table lookups) in

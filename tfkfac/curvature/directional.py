@@ -52,7 +52,7 @@ class LossInputs:
         Raises:
             ValueError: If the loss was not computed by `compute_loss`.
         """
-        call = find_call(model, batch, ForwardTap.open(model).take())
+        call = find_call(model, batch, ForwardTap.open(model).pop_items())
         arguments = {k: v for k, v in batch.arguments.items() if k != "y_pred"}
         summed = [terms.summed for terms in batch.terms]
         call = dataclasses.replace(call, outputs=None)

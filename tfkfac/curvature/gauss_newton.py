@@ -43,7 +43,7 @@ def gauss_newton_form(
     total: Sum = tf.identity,
     shares: Sequence[tf.Tensor] = (),
 ) -> tf.Tensor:
-    """Computes the matrix `d_i^T (J^T H J) d_j` for directions `d_i`.
+    """Compute the matrix `d_i^T (J^T H J) d_j` for directions `d_i`.
 
     Costs one forward pass, and about one forward pass per direction. No state
     changes. The matrix is float64. `total` is a differentiable sum over the
@@ -99,7 +99,7 @@ def gauss_newton_form(
 
 
 class Reading:
-    """Replaces the inputs of a loss by leaf tensors that tapes watch.
+    """Replace the inputs of a loss by leaf tensors that tapes watch.
 
     `outputs` are the model outputs, and their logits where known. `leaves`
     replace them, in float32 or float64.
@@ -137,7 +137,7 @@ def jacobian_product(
     outputs: Sequence[tf.Tensor],
     values: Sequence[tf.Tensor],
 ) -> Callable[[Direction], list[tf.Tensor]]:
-    """Returns a function that multiplies the Jacobian J by a direction.
+    """Return a function that multiplies the Jacobian J by a direction.
 
     The backward pass `J^T u` is linear in u, and its derivative by u is J.
     Differentiating it gives a forward-mode product from reverse-mode
@@ -196,7 +196,7 @@ def penalty_form(
     values: Sequence[tf.Tensor],
     directions: Sequence[Direction],
 ) -> tf.Tensor:
-    """Computes `d_i^T R d_j` with the Hessian R of the weight regularizers."""
+    """Compute `d_i^T R d_j` with the Hessian R of the weight regularizers."""
     indices = [i for i, v in enumerate(variables) if v.regularizer is not None]
     parts = [[direction[i] for i in indices] for direction in directions]
     points = [values[i] for i in indices]

@@ -30,7 +30,7 @@ def hessian_operator(
     total: Sum = tf.identity,
     shares: Sequence[tf.Tensor] = (),
 ) -> Product:
-    """Returns a function that multiplies the Hessian of the loss by a vector.
+    """Return a function that multiplies the Hessian of the loss by a vector.
 
     Computes the forward and the backward pass once. Each product of a flat
     vector is a backward pass through both (reverse over reverse).
@@ -71,12 +71,12 @@ def hessian_operator(
 
 
 def tape(persistent: bool = False) -> tf.GradientTape:
-    """Creates a tape that records watched tensors only."""
+    """Create a tape that records watched tensors only."""
     return tf.GradientTape(persistent, watch_accessed_variables=False)
 
 
 def dense(gradients: Sequence[Any]) -> list[tf.Tensor | None]:
-    """Converts gradients to dense tensors and keeps None."""
+    """Convert gradients to dense tensors and keeps None."""
     return [None if g is None else tf.convert_to_tensor(g) for g in gradients]
 
 
@@ -96,7 +96,7 @@ def operations() -> list[tf.Operation]:
 
 
 def refuse_silent_zeros(model: keras.Model, start: int) -> None:
-    """Raises an error for gradient operations with a wrong derivative of 0.
+    """Raise an error for gradient operations with a wrong derivative of 0.
 
     TensorFlow registers some gradient operations as not differentiable, for
     example of bilinear resizing, and treats them as constants. Checks the
@@ -122,7 +122,7 @@ def naming_layers(model: keras.Model) -> Iterator[None]:
 def no_second_derivative(
     model: keras.Model, op_type: str
 ) -> NotImplementedError:
-    """Creates the error for an operation type, with the name of its layer."""
+    """Create the error for an operation type, with the name of its layer."""
     names = {node.layer.name for node in walk(model)}
     layers: list[str] = []
     for graph in open_graphs():
@@ -141,5 +141,5 @@ def no_second_derivative(
 
 
 def layer_name(scope: str) -> str:
-    """Removes the number that Keras appends to a layer's name scope."""
+    """Remove the number that Keras appends to a layer's name scope."""
     return re.sub(r"_\d+$", "", scope)

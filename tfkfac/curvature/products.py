@@ -34,7 +34,7 @@ def lanczos(
     num_largest: int | None = None,
     num_smallest: int = 0,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Computes extreme eigenpairs of a symmetric operator.
+    """Compute extreme eigenpairs of a symmetric operator.
 
     Runs `steps` Lanczos iterations (FOSI, Sivan et al., 2023, algorithm 1 and
     appendix). Each product is orthogonalised against the last two vectors and
@@ -118,7 +118,7 @@ def hessian_vector_product(
     vectors: Any,
     sample_weight: Any = None,
 ) -> Any:
-    """Multiplies the Hessian of a model's compiled loss by vectors.
+    """Multiply the Hessian of a model's compiled loss by vectors.
 
     The loss equals the loss of `fit` on this batch: all outputs with their
     weights, regularizers and added losses, in training mode. The call does not
@@ -180,7 +180,7 @@ _products: weakref.WeakKeyDictionary[
 
 
 def _compiled_product(model: keras.Model) -> Callable[..., tf.Tensor]:
-    """Returns the traced product of a model; retraces if the model changed."""
+    """Return the traced product of a model; retraces if the model changed."""
     variables = tuple(id(v) for v in model.trainable_variables)
     # The cache must not refer to the model, which would never be freed.
     loss = getattr(model.compute_loss, "__func__", model.compute_loss)
@@ -213,7 +213,7 @@ def _compiled_product(model: keras.Model) -> Callable[..., tf.Tensor]:
 
 
 def as_numbers(name: str, value: Any, dtype: tf.DType) -> tf.Tensor:
-    """Converts an argument to a tensor of a floating point dtype."""
+    """Convert an argument to a tensor of a floating point dtype."""
     try:
         return tf.cast(value, dtype)
     except (TypeError, ValueError) as error:
@@ -224,7 +224,7 @@ def as_numbers(name: str, value: Any, dtype: tf.DType) -> tf.Tensor:
 
 
 def as_fit_does(leaf: Any) -> tf.Tensor | None:
-    """Converts an array of a batch; NumPy's float64 becomes `floatx()`."""
+    """Convert an array of a batch; NumPy's float64 becomes `floatx()`."""
     if leaf is None:
         return None
     if not tf.is_tensor(leaf) and np.asarray(leaf).dtype == np.float64:

@@ -276,7 +276,7 @@ def distribution_of(terms: LossTerms) -> Distribution | None:
     """Returns the distribution of a loss, or None if it is unknown."""
     if terms.call is None:
         return None
-    get_distribution = loss_terms.declared(_registered, terms.call.loss)
+    get_distribution = loss_terms.look_up(_registered, terms.call.loss)
     if get_distribution is not None:
         return get_distribution(terms.call.loss)
     if terms.verdict is not None:
@@ -359,7 +359,7 @@ def register_distribution(
         raise ValueError(
             f"Argument `unit` must be positive. Received: unit={unit!r}"
         )
-    loss_terms.declare(loss, unit, features == "mean")
+    loss_terms.register_loss(loss, unit, features == "mean")
     if isinstance(distribution, Distribution):
         constant = distribution
         _registered[loss] = lambda _: constant

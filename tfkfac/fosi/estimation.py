@@ -163,8 +163,8 @@ class Estimator:
     # ------------------------------------------------------------ the step
     def run(self, step: Step, train: Train) -> None:
         """Run a step; training replicas call `train`."""
-        model, state = self.job.model, self.job.own(self.states)
-        call = find_call(model, step.batch, ForwardTap.open(model).take())
+        model, state = self.job.model, self.job.local_state(self.states)
+        call = find_call(model, step.batch, ForwardTap.open(model).pop_items())
         train(step, state, lambda: self.estimate(step, state, call))
 
     def estimate(self, step: Step, state: State, call: ForwardCall) -> None:

@@ -79,7 +79,7 @@ class FOSIMethod(Method):
     @override
     def run(self, step: Step) -> None:
         """Run a step (FOSI, algorithm 3; DHO2, algorithm 3 and section IV)."""
-        self.rate.record_largest(self.job, self.job.own(self.states))
+        self.rate.record_largest(self.job, self.job.local_state(self.states))
         self.estimator.run(step, self.train)
 
     def train(

@@ -12,12 +12,12 @@ from typing_extensions import override
 from tfkfac.capture.model_taps import (
     ForwardCall,
     ForwardTap,
-    Notes,
+    TraceLists,
 )
 from tfkfac.capture.walk import walk
 from tfkfac.checks import is_number
 from tfkfac.compat.functions import when
-from tfkfac.compat.graphs import in_graph, own_copy, stamp_time
+from tfkfac.compat.graphs import in_graph, replica_copy, stamp_time
 from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
 from tfkfac.distributed.topology import Roles, assign_roles
@@ -137,20 +137,20 @@ class AcceleratedEstimator(Estimator):
         super().attach(job)
         # Refuses a fraction that leaves a role without replicas.
         self.roles = assign_roles(job.topology.replicas, self.fraction)
-        groups: Notes[Communicator] = Notes()
+        groups: TraceLists[Communicator] = TraceLists()
         for node in walk(job.model):
             normalizes = isinstance(node.layer, BatchNormalization)
             if normalizes and node.layer.synchronized:
                 tap_moments(node.layer, lambda x: self._sum_moments(groups, x))
 
     def _sum_moments(
-        self, groups: Notes[Communicator], value: tf.Tensor
+        self, groups: TraceLists[Communicator], value: tf.Tensor
     ) -> tf.Tensor:
         """Sum of moments over the replicas of the same role."""
         if not self.roles.trains(self.job.rank):
             # No collective, as accelerators run no backward pass.
             return value * len(self.roles.accelerators)
-        group = groups.here()
+        group = groups.current()
         if not group:
             everyone = self.job.group("moments")
             group.append(everyone.among(self.peers(everyone.rank)))
@@ -176,8 +176,8 @@ class AcceleratedEstimator(Estimator):
     # ------------------------------------------------------------ the step
     @override
     def run(self, step: Step, train: Train) -> None:
-        model, state = self.job.model, self.job.own(self.states)
-        calls = ForwardTap.open(model).take()
+        model, state = self.job.model, self.job.local_state(self.states)
+        calls = ForwardTap.open(model).pop_items()
         everyone = step.group
         role_step = step.among(self.peers(everyone.rank))
         begins, target = self._schedule(state)
@@ -259,8 +259,8 @@ class AcceleratedEstimator(Estimator):
 
     def _synchronize(self, state: RoleState, step: Step) -> None:
         """Wait for all; copy the update and skip counts to accelerators."""
-        everyone, streak = step.group, self.job.own(self.job.streaks)
-        counter = own_copy(raw_iterations(self.job.inner_optimizer).value)
+        everyone, streak = step.group, self.job.local_state(self.job.streaks)
+        counter = replica_copy(raw_iterations(self.job.inner_optimizer).value)
         finished = [tf.identity(counter)]
         if state.accelerator is not None:
             finished.append(tf.identity(state.accelerator.tridiagonal.diagonal))
@@ -327,7 +327,7 @@ class AcceleratedEstimator(Estimator):
         )
         if state.accelerator is not None and received is not None:
             for variable, value in zip(variables, received, strict=True):
-                local = own_copy(variable.value)
+                local = replica_copy(variable.value)
                 local.assign(tf.cast(value, local.dtype))
 
     # ----------------------------------------------------------- reporting

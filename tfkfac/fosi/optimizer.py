@@ -173,7 +173,7 @@ class FOSI(SecondOrderOptimizer):
         return states[0].estimations if states else 0
 
     def spectrum(self) -> np.ndarray:
-        """Returns the Ritz values of the last estimation.
+        """Return the Ritz values of the last estimation.
 
         Returns:
             The values in use, ascending; empty on accelerators and before the
@@ -182,7 +182,7 @@ class FOSI(SecondOrderOptimizer):
         return self.method.spectrum()
 
     def state_bytes(self) -> dict[str, int]:
-        """Returns the bytes of this replica's curvature state.
+        """Return the bytes of this replica's curvature state.
 
         Requires a built model. The batch on an accelerator is counted from the
         first step on.
@@ -197,7 +197,7 @@ class FOSI(SecondOrderOptimizer):
         return super().state_bytes()
 
     def communication_bytes(self) -> dict[str, dict[str, int]]:
-        """Returns the bytes that this replica receives in a step.
+        """Return the bytes that this replica receives in a step.
 
         Requires a built model.
 
@@ -213,7 +213,7 @@ class FOSI(SecondOrderOptimizer):
         return super().communication_bytes()
 
     def idle_share(self) -> np.ndarray:
-        """Returns the fraction of time that each replica waited.
+        """Return the fraction of time that each replica waited.
 
         Counted is waiting for other replicas at the end of a step, from the
         second step on. A high value on workers means that the accelerators are

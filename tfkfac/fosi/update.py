@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.compat.functions import when
-from tfkfac.compat.graphs import own_copy
+from tfkfac.compat.graphs import replica_copy
 from tfkfac.compat.optimizers import sgd_momenta
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import Communicator
@@ -112,7 +112,7 @@ def add_to_weights(
     weights = model.trainable_variables
     changes = flat_space(weights).split(change)
     for i in range(len(weights)) if places is None else places:
-        own_copy(weights[i].value).assign_add(changes[i])
+        replica_copy(weights[i].value).assign_add(changes[i])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -140,7 +140,7 @@ class GaussNewtonMethod(Method):
     @override
     def run(self, step: Step) -> None:
         """Run one training step (equations in `gauss_newton/solve.py`)."""
-        step.note_losses("its Hessian is replaced by the identity")
+        step.record_losses("its Hessian is replaced by the identity")
         objective = Objective.of(step, self.space)
         model, residuals = self.job.model, objective.residuals
         self.outputs = max(rows.size for rows in objective.rows)
@@ -153,7 +153,7 @@ class GaussNewtonMethod(Method):
         with tf.control_dependencies(checks):
             limits = self.limits
             point = objective.point(limits.block, limits.pass_examples)
-        state = self.job.own(self.states)
+        state = self.job.local_state(self.states)
         gradients_of = self.drop_gradients(step, point.loss)
         searches = [
             functools.partial(self.search, space, objective, point, state)

@@ -49,7 +49,7 @@ class Objective:
                 no residuals of single examples, see `check_call`.
         """
         model = step.job.model
-        call = find_call(model, step.batch, ForwardTap.open(model).take())
+        call = find_call(model, step.batch, ForwardTap.open(model).pop_items())
         check_call(model, call, step.loss.losses)
         arguments = dict(step.batch.arguments)
         return cls(step, call, arguments, space, rows_of(step, call))

@@ -20,7 +20,7 @@ from tfkfac.shell.arguments import check_rate
 from tfkfac.shell.conditions import (
     MOST_STEPS,
     Conditions,
-    Course,
+    MinimizeCallback,
     Points,
     check_conditions,
 )
@@ -273,12 +273,12 @@ class GaussNewton(SecondOrderOptimizer):
                 f"clocks differ. Received: seconds={seconds}"
             )
         history: keras.callbacks.History = model.fit(
-            model.stand_ins(),
+            model.dummy_data(),
             steps_per_epoch=every,
             epochs=-(-steps // every),
             verbose=0,
             shuffle=False,
-            callbacks=[*callbacks, Course(steps, seconds, every)],
+            callbacks=[*callbacks, MinimizeCallback(steps, seconds, every)],
         )
         return history
 

@@ -177,7 +177,9 @@ class Decomposition(Slots, Member):
     def __init__(
         self, solver: Solver, block: Block, dtype: tf.DType | None = None
     ) -> None:
-        super().__init__("decomposition", spread=Spread.OWNED, part=solver.name)
+        super().__init__(
+            "decomposition", spread=Spread.OWNED, section=solver.name
+        )
         self.solver = solver
         self._block = block
         self._dtype = dtype or block.dtype
@@ -248,7 +250,7 @@ class Momentum(Slots, Member):
     held = ("value", "preconditioned")
 
     def __init__(self, block: Block) -> None:
-        super().__init__("momentum", spread=Spread.OWNED, part=SPECTRAL)
+        super().__init__("momentum", spread=Spread.OWNED, section=SPECTRAL)
         shape, dtype = block.gradient_shape, block.dtype
         self.value = self.slot("momentum", shape, dtype)
         self.preconditioned = self.slot("preconditioned_momentum", shape, dtype)

@@ -78,11 +78,11 @@ class KFACMethod(Method):
     def run(self, step: Step) -> None:
         """Run one step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
         self._rule.find_rates(self.job, self.states)
-        state = self.job.own(self.states)
+        state = self.job.local_state(self.states)
         by_rows = self.placement.takes_rows and state.pending is None
         by_rows &= self._rule.takes_rows(step.group.size)
         layers = observe(step, state, by_rows)
-        step.note_losses("its unit is 1, its Fisher matrix the empirical one")
+        step.record_losses("its unit is 1, its Fisher matrix the empirical one")
         if not self.job.terms_of(step.batch):
             self._advice.give(self.job, report.unseen_loss_warning(self.job))
         statistics = self.statistics(layers, step)
@@ -98,7 +98,7 @@ class KFACMethod(Method):
         statistics: Callable[[], Statistics],
     ) -> None:
         """Update the weights; the gradients are not yet reduced."""
-        state, rule = self.job.own(self.states), self._rule
+        state, rule = self.job.local_state(self.states), self._rule
         damping = rule.damping.at(self.job.clock)
         # Reduce: all-reduce the gradients and the requests for new inverses.
         requested, loss = self.reduce(step)
@@ -145,14 +145,14 @@ class KFACMethod(Method):
         """Return a function that computes the statistics of this batch."""
         choice = Choice(EMPIRICAL)
         if self.settings.fisher != EMPIRICAL:
-            calls = PullbackTap.open(self.job.model).take()
+            calls = PullbackTap.open(self.job.model).pop_items()
             choice = choose_type(self.settings.fisher, step.loss.losses, calls)
         self._choice = choice.without_tensors()
         return lambda: batch_statistics(
             layers,
             step,
             choice,
-            self.job.own(self.states),
+            self.job.local_state(self.states),
             self.placement.plan,
             self.settings.weight_sharing,
             self.settings.factor_batch_fraction,
@@ -168,11 +168,11 @@ class KFACMethod(Method):
             A bool for each block, True to recompute its inverse in this step,
             and the mean loss of all replicas, 0 if the step does not need it.
         """
-        counters = self.job.own(self.states).counters
+        counters = self.job.local_state(self.states).counters
         requested = tf.equal(counters.decomposed, 0)
         first = next((g for g in step.gradients if g is not None), None)
         dtype = tf.float32 if first is None else first.dtype
-        losses = [step.own_loss()] if self._rule.needs_loss else []
+        losses = [step.weighted_loss()] if self._rule.needs_loss else []
         extra = [tf.cast(value, dtype) for value in (requested, *losses)]
         sums = step.reduce(*extra)
         loss = sums[-1] if losses else tf.zeros([])
@@ -213,7 +213,10 @@ class KFACMethod(Method):
 
         The second one makes a layer that is first used late start at once.
         """
-        counters, clock = self.job.own(self.states).counters, self.job.clock
+        counters, clock = (
+            self.job.local_state(self.states).counters,
+            self.job.clock,
+        )
         interval = steps_between(
             self.settings.factor_update_interval, FACTORS, clock
         )
@@ -229,7 +232,7 @@ class KFACMethod(Method):
         statistics: Callable[[], Statistics],
     ) -> None:
         """All-reduce statistics and update the averages if they are due."""
-        state, placement = self.job.own(self.states), self.placement
+        state, placement = self.job.local_state(self.states), self.placement
         scheduled, initial = self.factors_due(layers, step)
 
         def move_averages() -> None:
@@ -298,7 +301,7 @@ class KFACMethod(Method):
         damping: tf.Tensor,
     ) -> tf.Tensor:
         """Recompute the inverses of one schedule group; True if any was due."""
-        state, placement = self.job.own(self.states), self.placement
+        state, placement = self.job.local_state(self.states), self.placement
         due &= (state.counters.observed > 0) & step.finite
         due &= tf.constant(
             [i in positions for i in range(len(placement.blocks))]

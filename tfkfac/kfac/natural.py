@@ -196,7 +196,7 @@ def hint_at_clip(
             'try KFAC(fisher="monte_carlo").'
         )
         count_each(is_far, report.hints, names, text)
-    loss = tf.math.divide_no_nan(step.own_loss(), step.loss.unit)
+    loss = tf.math.divide_no_nan(step.weighted_loss(), step.loss.unit)
     is_low = step.group.size * loss < _HIGH_LOSS
     less = f", KFAC(kl_clip={limit / 4:g})," if isinstance(limit, float) else ""
     text = (

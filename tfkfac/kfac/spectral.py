@@ -142,7 +142,7 @@ class LargestRate(Slots):
     """
 
     def __init__(self, rate: float) -> None:
-        super().__init__("rate", part=SPECTRAL)
+        super().__init__("rate", section=SPECTRAL)
         self.value = self.slot("largest_rate", (), "float64", rate)
 
 

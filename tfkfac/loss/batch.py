@@ -13,7 +13,7 @@ from typing_extensions import override
 from tfkfac.capture.model_taps import (
     ForwardCall,
     ModelTap,
-    Notes,
+    TraceLists,
     capturing,
     paused,
 )
@@ -29,8 +29,8 @@ from tfkfac.loss.shares import LossMeasure, weigh
 from tfkfac.loss.terms import (
     LossTerms,
     check_labels,
-    is_open,
     mean_over,
+    needs_recognition,
     read_terms,
 )
 
@@ -69,7 +69,8 @@ class LossTap(ModelTap[LossBatch]):
 
     def __init__(self, model: keras.Model) -> None:
         self._signature = inspect.signature(model.compute_loss)
-        self._written: Notes[tf.Tensor] = Notes()  # handles of variables
+        # Handles of variables.
+        self._written: TraceLists[tf.Tensor] = TraceLists()
         super().__init__(model)
 
     @override
@@ -78,23 +79,23 @@ class LossTap(ModelTap[LossBatch]):
     ) -> Any:
         if not capturing():
             return below(*args, **kwargs)
-        with observed_losses(is_open, check_labels) as calls:
+        with observed_losses(needs_recognition, check_labels) as calls:
             loss = below(*args, **kwargs)
-        model, earlier = self._model(), self.take()
+        model, earlier = self._model(), self.pop_items()
         arguments = self._signature.bind(*args, **kwargs).arguments
         terms = read_terms(model, calls) if model is not None else ()
-        written = self._written.here()
+        written = self._written.current()
         for handle in (handle for call in calls for handle in call.written):
             if all(handle is not other for other in written):
                 written.append(handle)
         ordinal = earlier[-1].ordinal + 1 if earlier else 0
         batch = loss_batch(arguments, terms, ordinal)
-        self.note(dataclasses.replace(batch, value=scalar_loss(loss)))
+        self.record(dataclasses.replace(batch, value=scalar_loss(loss)))
         return loss
 
     def written(self) -> list[tf.Tensor]:
         """Return handles of the variables that the losses of a trace write."""
-        lists = self._written.everywhere(and_eager=True)
+        lists = self._written.visible(and_eager=True)
         return [handle for handles in lists for handle in handles]
 
 

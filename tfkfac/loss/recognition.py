@@ -193,7 +193,7 @@ class _Labels(NamedTuple):
     fit: tf.Tensor  # scalar bool, False if the shape is wrong: values are 0
 
 
-def recognise(
+def compare_with_likelihoods(
     call: LossCall, leaves: Leaves, reduction: Reduction
 ) -> Recognition | None:
     """Compare a loss with the candidate likelihoods of its labels.

@@ -184,8 +184,10 @@ def weigh(
     first, *others = shares
     weighed = weighted(loss, first)
     for x, share in zip(terms[1:], others, strict=False):
-        if x.part is not None:
-            weighed += tf.cast(weighted(x.part, share - first), loss.dtype)
+        if x.weighted_value is not None:
+            weighed += tf.cast(
+                weighted(x.weighted_value, share - first), loss.dtype
+            )
     return weighed
 
 

@@ -44,7 +44,7 @@ from tfkfac.loss.recognition import (
     POISSON,
     Recognition,
     Verdict,
-    recognise,
+    compare_with_likelihoods,
 )
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ _known: dict[Any, Known] = {
     keras.losses.kl_divergence: Known(CATEGORICAL),
 }
 # Losses registered by the user, keyed like `_known`.
-_declared: set[Any] = set()
+_registered: set[Any] = set()
 # Keras' losses that need a label for each output.
 _ELEMENTWISE = {
     keras.losses.mean_squared_error,
@@ -120,24 +120,24 @@ class Unit(NamedTuple):
     recognition: Recognition | None = None
 
 
-def declare(loss: Any, factor: float | None, is_mean: bool) -> None:
+def register_loss(loss: Any, factor: float | None, is_mean: bool) -> None:
     """Register a class or function of losses, with the fields of `Known`.
 
     A factor of None keeps the built-in or recognized unit, 1 by default.
     """
-    _declared.add(loss)
+    _registered.add(loss)
     if factor is not None:
         _known[loss] = Known(None, factor, is_mean)
 
 
-def declared(table: Mapping[Any, T], loss: keras.losses.Loss) -> T | None:
+def look_up(table: Mapping[Any, T], loss: keras.losses.Loss) -> T | None:
     """Look up a loss by its class, else by the function that it wraps."""
     return table.get(type(loss), table.get(loss_function(loss)))
 
 
-def is_open(loss: keras.losses.Loss) -> bool:
+def needs_recognition(loss: keras.losses.Loss) -> bool:
     """Return True if the unit must be determined from the batch."""
-    return declared(_known, loss) is None and not is_of_keras(loss)
+    return look_up(_known, loss) is None and not is_of_keras(loss)
 
 
 def natural_unit(call: LossCall) -> Unit:
@@ -145,7 +145,7 @@ def natural_unit(call: LossCall) -> Unit:
     y_pred, reduction = call.y_pred, call.reduction
     if not tf.is_tensor(y_pred) or not y_pred.shape.rank or reduction is None:
         return Unit()
-    known = declared(_known, call.loss)
+    known = look_up(_known, call.loss)
     if known is not None:
         features = 1.0
         if known.is_mean:
@@ -155,10 +155,10 @@ def natural_unit(call: LossCall) -> Unit:
     if call.leaves is None:
         return Unit()
     with paused():
-        recognition = recognise(call, call.leaves, reduction)
+        recognition = compare_with_likelihoods(call, call.leaves, reduction)
     if recognition is not None:
         keys = {type(call.loss), loss_function(call.loss)}
-        is_reported = not keys & _declared
+        is_reported = not keys & _registered
         recognition = recognition._replace(is_reported=is_reported)
     return Unit(recognition=recognition)
 
@@ -267,7 +267,7 @@ class LossTerms:
             weight, but not the factor that a `recognition` determines.
         summed: True if the loss is the sum over the terms, not the mean.
         is_fixed: True if the unit does not depend on the replica's shapes.
-        part: Value of the loss times its loss weight; None if not observed.
+        weighted_value: Loss times its loss weight; None if not observed.
         call: The recorded call of the loss; None if it was not observed.
         likelihood: Name of the likelihood; None if unknown.
         recognition: Comparison of this batch with likelihoods, for an unknown
@@ -283,7 +283,7 @@ class LossTerms:
     unit: tf.Tensor
     summed: bool = False
     is_fixed: bool = True
-    part: tf.Tensor | None = None
+    weighted_value: tf.Tensor | None = None
     call: LossCall | None = None
     likelihood: str | None = None
     recognition: Recognition | None = None
@@ -318,7 +318,7 @@ def _terms_of(
     unit, likelihood, recognition = natural_unit(call)
     # A positive unit keeps the sign of a negative loss weight in the step.
     scale = tf.abs(_wide(weight)) * _wide(unit)
-    part = tf.cast(call.result, values.dtype) * tf.cast(weight, values.dtype)
+    value = tf.cast(call.result, values.dtype) * tf.cast(weight, values.dtype)
     is_fixed = not (tf.is_tensor(unit) or tf.is_tensor(weight))
     count, squares = _count(reduction) if values.shape.rank else (1, None)
     terms = LossTerms(
@@ -326,7 +326,7 @@ def _terms_of(
         scale,
         values.shape.rank > 0 and reduction.kind in ("sum", "none", None),
         is_fixed,
-        part,
+        value,
         call,
         likelihood,
         recognition,
@@ -343,7 +343,7 @@ def _scalar_terms(terms: LossTerms, call: LossCall) -> LossTerms:
     """
     count = predictions = _predictions(call.y_pred)
     summed, unit, recognition = False, terms.unit, terms.recognition
-    if is_open(call.loss):
+    if needs_recognition(call.loss):
         count = _wide(tf.shape(keras.tree.flatten(call.y_pred)[0])[0])
         summed = is_sum(call)
     if not summed:

@@ -10,52 +10,50 @@ import tensorflow as tf
 
 # Path separators make groups in an HDF5 file.
 _SLASH, _FIELD = "|", ":"
-# The part that every file has; a file may be without each of the others.
-STATE = "state"
-# The part of the one entry that marks a file with the state of one worker
-# alone: its name tells which.
+STATE = "state"  # section that every file has; all other sections are optional
+# Section of the entry that marks a file with the state of a single worker. The
+# name of the entry is the worker.
 SHARE = "share"
 # Reads another entry of the same layer, by name.
 Read = Callable[[str], np.ndarray]
-# The version of all files of this package, also of backups. A change of what
-# they hold needs the next number.
+# Version of all files of this package, including backups. Increase it with each
+# change of the format.
 FORMAT = 1
-# The section of the one entry that has it.
-FORMAT_SECTION = "format"
+FORMAT_SECTION = "format"  # section of the entry that contains the version
 
 
 class Spread(enum.Enum):
     """Ways in which state is spread over the replicas of a job."""
 
     REPLICATED = "replicated"
-    """Every replica has the same."""
+    """All replicas have the same value."""
     OWNED = "owned"
-    """Some replicas have it, the same and whole, or each its own region."""
+    """Some replicas have the whole value, or each a region of it."""
     PARTIAL = "partial"
-    """Each replica has a part of a sum."""
+    """Each replica has a term of a sum."""
     EACH = "each"
-    """Each replica has a number of its own."""
+    """Each replica has a different number."""
 
     @property
     def is_stacked(self) -> bool:
-        """True if a file has it of each replica."""
+        """True if a file stacks the values of all replicas."""
         return self in (Spread.PARTIAL, Spread.EACH)
 
 
 class Region(NamedTuple):
-    """Place of a replica's part: shape of the whole, index of the beginning.
+    """Slice of an array that a replica has: shape of the array, start indices.
 
-    Elements of a part beyond the end of the whole are zero.
+    The slice is zero-padded beyond the end of the array.
     """
 
     whole: tuple[int, ...]
     start: tuple[int, ...]
 
     def cut(self, whole: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """A replica's part, of a shape."""
-        own = whole[self._slices(shape)]
-        missing = np.subtract(shape, own.shape)
-        return np.pad(own, [(0, size) for size in missing])
+        """Return the slice of a replica, padded to a shape."""
+        local = whole[self._slices(shape)]
+        missing = np.subtract(shape, local.shape)
+        return np.pad(local, [(0, size) for size in missing])
 
     def put(self, whole: np.ndarray, local: np.ndarray) -> None:
         """Write a replica's slice into the full array, without the padding."""
@@ -78,24 +76,24 @@ class Entry:
         layer: Path of the layer, empty for state of the whole model.
         name: Name within the layer.
         variable: The variable.
-        spread: Its spread over replicas.
-        part: The section of the file; a file has a section as a whole or not
-            at all.
-        region: Place of the variable in the whole; None is the whole.
-        least: The least valid number; None is 0 for integers, and any for
-            others.
-        is_finite: True if it must have no NaN. With False it may: there are
-            guards where it is used.
-        derive: Computes the value from other entries of the layer, which it
-            reads by name. For files of modes in which no worker has this
-            entry. None if each file must have the entry.
+        spread: Spread of the value over the replicas.
+        section: Section of the file. A file contains all entries of a section
+            or none.
+        region: Slice that the variable is of the saved array; None if it is
+            the whole array.
+        least: Smallest valid number. None means 0 for integers and no limit
+            for floats.
+        is_finite: True to reject values that are not finite.
+        derive: Computes the value from other entries of the layer, given a
+            function that reads them by name, for files without this entry.
+            None if the file must contain the entry.
     """
 
     layer: str
     name: str
     variable: tf.Variable
     spread: Spread = Spread.REPLICATED
-    part: str = STATE
+    section: str = STATE
     region: Region | None = None
     least: float | None = None
     is_finite: bool = True
@@ -103,28 +101,30 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """Name in a file: independent of the other entries."""
+        """Name in a file."""
         path = self.layer.replace("/", _SLASH)
-        return _FIELD.join([self.part, self.name, path])
+        return _FIELD.join([self.section, self.name, path])
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole."""
+        """Shape of the saved array of a replica."""
         if self.region is not None:
             return self.region.whole
         return tuple(self.variable.shape)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """True if an array of a shape is valid for `own`."""
+        """Return True if `local_value` accepts an array of this shape."""
         stacked = self.spread.is_stacked or self.shape == ()
         return shape == self.shape or (stacked and shape[1:] == self.shape)
 
-    def own(self, value: np.ndarray, rank: int, replicas: int) -> np.ndarray:
-        """The value of one replica, from the array of a file.
+    def local_value(
+        self, value: np.ndarray, rank: int, replicas: int
+    ) -> np.ndarray:
+        """Return the value of a replica, given the array of a file.
 
-        That is of `shape`, or stacked by replica. Sums of another number of
-        replicas are added up anew; of numbers that each replica had for
-        itself, all get the largest.
+        The array has the shape `shape`, or is stacked by replica. If a file is
+        of another number of replicas, terms of a sum are added, and of other
+        numbers each replica gets the largest.
         """
         is_sum = self.spread is Spread.PARTIAL
         if value.ndim <= len(self.shape):
@@ -138,16 +138,16 @@ class Entry:
         return self.region.cut(value, tuple(self.variable.shape))
 
     def fault(self, value: np.ndarray) -> str | None:
-        """The fault of an array from a file, in words; None if it is valid."""
-        wanted = np.dtype(self.variable.dtype.as_numpy_dtype)
-        kind, own = kind_of(value.dtype), kind_of(wanted)
-        if kind != own:
-            return f"is of dtype {value.dtype}, not {wanted}"
-        if own == "f" and self.is_finite:
+        """Return why an array from a file is invalid; None if it is valid."""
+        dtype = np.dtype(self.variable.dtype.as_numpy_dtype)
+        expected = dtype_kind(dtype)
+        if dtype_kind(value.dtype) != expected:
+            return f"is of dtype {value.dtype}, not {dtype}"
+        if expected == "f" and self.is_finite:
             bad = value.size - np.count_nonzero(np.isfinite(value))
             if bad:
                 return f"has {bad} of {value.size} numbers that are not finite"
-        least = 0 if own == "i" and self.least is None else self.least
+        least = 0 if expected == "i" and self.least is None else self.least
         if least is not None and value.size and value.min() < least:
             return f"is {value.min()}, less than {least}"
         return None
@@ -159,8 +159,9 @@ class Contents:
 
     Attributes:
         entries: The variables of the replica.
-        layers: Paths of the layers of which any replica has some.
-        optional_sections: Functions that reset a section missing in a file.
+        layers: Paths of the layers of which any replica has state.
+        optional_sections: For each optional section, a function that resets it
+            if the file does not contain it.
     """
 
     entries: list[Entry]
@@ -171,9 +172,9 @@ class Contents:
 
 
 class Piece(NamedTuple):
-    """The variable of an entry on one replica, without its value.
+    """Description of an entry's variable on one replica, without its value.
 
-    A file has a stacked one of each replica.
+    The file has an additional axis of all replicas if `is_stacked`.
     """
 
     key: str
@@ -184,7 +185,7 @@ class Piece(NamedTuple):
 
     @classmethod
     def of(cls, entry: Entry) -> "Piece":
-        """The piece of an entry on this replica."""
+        """Return the piece of an entry on this replica."""
         shape = tuple(entry.variable.shape)
         dtype = tf.as_dtype(entry.variable.dtype).name
         stacked = entry.spread.is_stacked
@@ -192,21 +193,21 @@ class Piece(NamedTuple):
 
     @classmethod
     def from_json(cls, fields: list[Any]) -> "Piece":
-        """A piece of what JSON, which knows no tuples, has made of one."""
+        """Restore a piece after a round trip through JSON (tuples as lists)."""
         key, shape, dtype, stacked, region = fields
-        place = region and Region(*map(tuple, region))
-        return cls(key, tuple(shape), dtype, stacked, place)
+        region = region and Region(*map(tuple, region))
+        return cls(key, tuple(shape), dtype, stacked, region)
 
 
-# The pieces of each replica, by rank and by the entry's name in a file.
+# Pieces of all replicas, by rank and by the name of the entry in a file.
 Pieces = Mapping[int, Mapping[str, Piece]]
 
 
 def ranks_to_join(pieces: Pieces) -> dict[str, list[int]]:
-    """The replicas whose pieces make the whole of each entry."""
+    """Return the ranks whose pieces `join` needs, for each entry."""
     needed: dict[str, list[int]] = {}
-    for rank, own in sorted(pieces.items()):
-        for key, piece in own.items():
+    for rank, by_key in sorted(pieces.items()):
+        for key, piece in by_key.items():
             ranks = needed.setdefault(key, [])
             if not ranks or piece.is_stacked or piece.region is not None:
                 ranks.append(rank)
@@ -219,23 +220,20 @@ def join(
     values: Mapping[int, np.ndarray],
     replicas: int,
 ) -> np.ndarray:
-    """Join the replicas' values of an entry to one array.
-
-    `values` has the ranks of `ranks_to_join`. Several replicas are stacked.
-    """
+    """Join the values of an entry, by rank of `ranks_to_join`, to an array."""
     first, value = next(iter(values.items()))
     piece = pieces[first][key]
     if piece.region is not None:
         whole = np.zeros(piece.region.whole, value.dtype)
-        for rank, part in values.items():
+        for rank, local in values.items():
             region = pieces[rank][key].region
             assert region is not None
-            region.put(whole, part)
+            region.put(whole, local)
         return whole
     if piece.is_stacked and replicas > 1:
         stacked = np.zeros((replicas, *value.shape), value.dtype)
-        for rank, part in values.items():
-            stacked[rank] = part
+        for rank, local in values.items():
+            stacked[rank] = local
         return stacked
     return value
 
@@ -249,15 +247,15 @@ def format_fault(version: Any) -> str:
 
 
 def split_key(key: str) -> tuple[str, str, str]:
-    """Layer path, part and name of an entry in a file."""
-    part, name, path = key.split(_FIELD, 2)
-    return path.replace(_SLASH, "/"), part, name
+    """Return the layer path, section and name of an entry in a file."""
+    section, name, path = key.split(_FIELD, 2)
+    return path.replace(_SLASH, "/"), section, name
 
 
-def kind_of(dtype: np.dtype) -> str:
-    """NumPy's kind of a dtype, but `i` for unsigned integers too.
+def dtype_kind(dtype: np.dtype) -> str:
+    """Return NumPy's kind of a dtype; "i" also for unsigned integers.
 
-    NumPy knows bfloat16 as some bytes.
+    NumPy's kind of bfloat16 would be "V" (bytes).
     """
     if dtype.name == "bfloat16":
         return "f"
@@ -265,5 +263,5 @@ def kind_of(dtype: np.dtype) -> str:
 
 
 def storable(value: np.ndarray) -> np.ndarray:
-    """The value in a dtype that NumPy's files know: float32 for bfloat16."""
+    """Convert bfloat16, which NumPy's files cannot hold, to float32."""
     return value.astype("float32") if value.dtype.name == "bfloat16" else value

@@ -61,7 +61,7 @@ class Slots(Tracked):
     @property
     def section(self) -> str:
         """Section of the file that has these slots; "" without a section."""
-        return self._declared.common.get("part", "")
+        return self._declared.common.get("section", "")
 
     def entries(self) -> list[Entry]:
         """Return the entries of the variables to save."""

@@ -1,9 +1,9 @@
 """Optimizer state in Keras files, named by layer.
 
-Keras stores an optimizer's variables by position and silently skips all of
+Keras stores an optimizer's variables by position, and silently skips all of
 them when their number differs. Here each entry is named by its layer and its
-place in it, whatever the number of workers and their tasks; a file that does
-not fit is an error.
+name within the layer, for any number of workers and any distribution mode. A
+file that does not fit is an error.
 """
 
 import re
@@ -29,7 +29,7 @@ from tfkfac.saving.entries import (
 
 _FORMAT_KEY = f"{FORMAT_SECTION}:version:"
 _FORM = re.compile(r"[^:]+:[^:]+:.*", re.DOTALL)
-# The number of an automatic name is its end.
+# A name, and the number that Keras appends to an automatic name.
 _NAME = re.compile(r"(.*?)(?:_(\d+))?", re.DOTALL)
 # Entries by (layer path, section), then by name.
 Named = dict[tuple[str, str], dict[str, Any]]
@@ -40,16 +40,16 @@ def save_state(
     entries: Mapping[int, Sequence[Entry]],
     replicas: int,
 ) -> None:
-    """Writes the variables of each replica of this process, by rank."""
+    """Write the entries of the replicas of this process, given by rank."""
     write_format(store)
     pieces: Pieces = {
-        rank: {entry.key: Piece.of(entry) for entry in own}
-        for rank, own in entries.items()
+        rank: {entry.key: Piece.of(entry) for entry in of_rank}
+        for rank, of_rank in entries.items()
     }
     variables = {
         (rank, entry.key): entry.variable
-        for rank, own in entries.items()
-        for entry in own
+        for rank, of_rank in entries.items()
+        for entry in of_rank
     }
     for key, ranks in ranks_to_join(pieces).items():
         values = {
@@ -67,7 +67,7 @@ def check_format(store: Mapping[str, Any], optimizer: str) -> None:
     """Refuse state in a format that this version does not know.
 
     Raises:
-        ValueError: If the format version is missing or is another one.
+        ValueError: If the format version is missing or differs from `FORMAT`.
     """
     version: Any = "unknown"
     if _FORMAT_KEY in list(store.keys()):
@@ -80,12 +80,9 @@ def check_format(store: Mapping[str, Any], optimizer: str) -> None:
         )
 
 
-def why_unreadable(store: Mapping[str, Any]) -> str | None:
-    """The reason why `save_state` cannot have written a store, or None."""
-    keys = list(store.keys())
-    if not all(_FORM.fullmatch(key) for key in keys):
-        return "the file is of another optimizer"
-    return None
+def is_foreign(store: Mapping[str, Any]) -> bool:
+    """Return True if `save_state` cannot have written the keys of a store."""
+    return not all(_FORM.fullmatch(key) for key in store.keys())  # noqa: SIM118
 
 
 def share_key(process: int, processes: int) -> str:
@@ -94,88 +91,89 @@ def share_key(process: int, processes: int) -> str:
 
 
 def find_share(store: Mapping[str, Any]) -> str | None:
-    """The mark of a store with the state of one process; None if whole."""
+    """Return the `share_key` of a store; None if it has the whole state."""
     marks = [key for key in store.keys() if split_key(key)[1] == SHARE]  # noqa: SIM118
     return marks[0] if marks else None
 
 
 class Saved:
-    """State of an optimizer in a file, by part and layer.
+    """State of an optimizer in a file, by section and layer.
 
     Layers of a subclassed model get new automatic names (`dense_1` for
-    `dense`) each time it is created; paths that differ in such numbers only
-    are matched in the order of the numbers. `parts` are the optional ones.
+    `dense`) each time it is created. Paths that differ only in such numbers
+    are matched in the order of the numbers.
+
+    Attributes:
+        sections: Optional sections that the file contains.
     """
 
     def __init__(self, store: Mapping[str, Any]) -> None:
         self._store = store
         self._keys: Named = {}
         for key in store.keys():  # noqa: SIM118 (a store is no real mapping)
-            layer, part, name = split_key(key)
-            self._keys.setdefault((layer, part), {})[name] = key
-        self.parts = {part for _, part in self._keys} - {
-            STATE,
-            SHARE,
-            FORMAT_SECTION,
-        }
+            layer, section, name = split_key(key)
+            self._keys.setdefault((layer, section), {})[name] = key
+        required = {STATE, SHARE, FORMAT_SECTION}
+        self.sections = {section for _, section in self._keys} - required
         self._paths: dict[str, str] = {}
 
     def match(
-        self, layers: Iterable[str], parts: set[str], optimizer: str
+        self, layers: Iterable[str], used: set[str], optimizer: str
     ) -> None:
-        """Finds the layers of the model, for the parts that it has too.
+        """Match the layers of the model with those in the `used` sections.
 
         Raises:
-            ValueError: If there are others in the file.
+            ValueError: If the file has other layers.
         """
-        used = {STATE, *parts}
-        saved = {layer for layer, part in self._keys if part in used}
+        saved = {layer for layer, section in self._keys if section in used}
         expected = set(layers)
-        theirs, ours = (
+        in_file, in_model = (
             sorted((*_names_and_numbers(path), path) for path in paths)
             for paths in (saved, expected)
         )
-        if [names for names, *_ in theirs] != [names for names, *_ in ours]:
+        if [names for names, *_ in in_file] != [
+            names for names, *_ in in_model
+        ]:
             raise ValueError(
                 f"The saved state of optimizer '{optimizer}' is of other "
                 f"layers. Only in the file: {sorted(saved - expected)}. "
                 f"Only in the model: {sorted(expected - saved)}."
             )
-        pairs = zip(ours, theirs, strict=True)
-        self._paths = {own: their for (*_, own), (*_, their) in pairs}
+        pairs = zip(in_model, in_file, strict=True)
+        self._paths = {path: saved for (*_, path), (*_, saved) in pairs}
 
     def read(self, entry: Entry) -> np.ndarray:
-        """The array of the file for an entry.
+        """Return the array of the file for an entry.
 
         Raises:
-            Misfit: If it has none or an invalid one.
+            EntryError: If the file has no array or an invalid one.
         """
-        named = self._keys.get((self._paths[entry.layer], entry.part), {})
+        named = self._keys.get((self._paths[entry.layer], entry.section), {})
 
         def read(name: str) -> np.ndarray:
             if name not in named:
-                raise Misfit("is not in the file")
-            # A tree may hold a number of Python for a scalar.
+                raise EntryError("is not in the file")
+            # A state tree may have a Python number for a scalar.
             try:
                 return np.asarray(self._store[named[name]])
             except ValueError as error:
-                raise Misfit(f"is no array: {error}") from error
+                raise EntryError(f"is no array: {error}") from error
 
         if entry.name not in named and entry.derive is not None:
             return np.asarray(entry.derive(read))
         value = read(entry.name)
         if not entry.fits(value.shape):
-            raise Misfit(
+            raise EntryError(
                 f"has shape {entry.shape}, and {value.shape} in the file"
             )
         fault = entry.fault(value)
         if fault is not None:
-            raise Misfit(fault)
+            raise EntryError(fault)
         return value
 
 
-class Misfit(ValueError):
-    """The file has no valid array for an entry; the message has the reason."""
+class EntryError(ValueError):
+    """The file has no valid array for an entry; the message is the reason."""
 
 
 def load_state(
@@ -184,39 +182,38 @@ def load_state(
     replicas: int,
     optimizer: str,
 ) -> None:
-    """Assigns the arrays of a file to variables; to all of them or none.
+    """Assign the arrays of a file to the variables: to all of them or none.
 
-    The entries are those of each replica of this process, by rank.
+    `entries` are the entries of the replicas of this process, by rank.
 
     Raises:
-        ValueError: If an entry is missing, has another shape or dtype, or
-            cannot be right.
+        ValueError: If an entry is missing or has an invalid shape, dtype or
+            value.
     """
-    found: list[tuple[tf.Variable, np.ndarray]] = []
+    values: list[tuple[tf.Variable, np.ndarray]] = []
     faults: dict[str, dict[str, str]] = {}
-    for rank, own in entries.items():
-        for entry in own:
+    for rank, of_rank in entries.items():
+        for entry in of_rank:
             try:
-                value = entry.own(saved.read(entry), rank, replicas)
-                found.append((entry.variable, value))
-            except Misfit as misfit:
-                faults.setdefault(entry.layer, {})[entry.name] = str(misfit)
+                value = entry.local_value(saved.read(entry), rank, replicas)
+                values.append((entry.variable, value))
+            except EntryError as error:
+                faults.setdefault(entry.layer, {})[entry.name] = str(error)
     if faults:
+        texts = (
+            f"layer '{layer}': {', '.join(map(' '.join, by_name.items()))}"
+            for layer, by_name in faults.items()
+        )
         raise ValueError(
             f"The saved state of optimizer '{optimizer}' does not fit "
-            + "; ".join(_describe(layer, faults[layer]) for layer in faults)
+            f"{'; '.join(texts)}"
         )
-    for variable, value in found:
+    for variable, value in values:
         variable.assign(tf.cast(value, variable.dtype))
 
 
-def _describe(layer: str, faults: Mapping[str, str]) -> str:
-    texts = [f"{name} {fault}" for name, fault in faults.items()]
-    return f"layer '{layer}': {', '.join(texts)}"
-
-
 def _names_and_numbers(path: str) -> tuple[list[str], list[int]]:
-    """A path's names without automatic numbers, and these; a first has none."""
-    found = [_NAME.fullmatch(name) for name in path.split("/")]
-    matches = [match for match in found if match is not None]
+    """Split automatic numbers from the names of a path; 0 without a number."""
+    optional = [_NAME.fullmatch(name) for name in path.split("/")]
+    matches = [match for match in optional if match is not None]
     return [m[1] for m in matches], [int(m[2] or 0) for m in matches]

@@ -304,7 +304,7 @@ def check_inner(
         raise ValueError(message) from error
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise ValueError(message)
-    why = why_not_inside(inner)
+    why = reason_not_inner(inner)
     if why is not None:
         raise ValueError(
             f"Argument `{name}` must be a plain optimizer: {why} "
@@ -343,7 +343,7 @@ def take_over_accumulation(
     return int(inner_steps)
 
 
-def why_not_inside(inner: keras.optimizers.Optimizer) -> str | None:
+def reason_not_inner(inner: keras.optimizers.Optimizer) -> str | None:
     """Return why an optimizer cannot be an inner optimizer, or None."""
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         return "put the `LossScaleOptimizer` around this one, not inside."

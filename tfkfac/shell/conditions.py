@@ -84,7 +84,7 @@ class Conditions(keras.Model):
             residuals[name] = r[:, None] if r.shape.rank == 1 else r
         return residuals
 
-    def stand_ins(self) -> tf.data.Dataset:
+    def dummy_data(self) -> tf.data.Dataset:
         """Dummy data for `fit`: a zero point for each replica."""
         replicas = self.distribute_strategy.num_replicas_in_sync
         points = {
@@ -104,7 +104,7 @@ class Conditions(keras.Model):
         return super().train_step((points, zeros))
 
 
-class Course(keras.callbacks.Callback):
+class MinimizeCallback(keras.callbacks.Callback):
     """Resample points per epoch; stop after `steps` or `seconds` (wall time).
 
     `interval` is the number of steps per epoch.

@@ -8,12 +8,12 @@ import tensorflow as tf
 
 from tfkfac.capture.model_taps import (
     BeforeTap,
-    LeftOut,
+    MetricsDecision,
     MetricsTap,
-    put_back,
+    restore,
 )
 from tfkfac.checks import check_count, check_positive
-from tfkfac.compat.models import own_value
+from tfkfac.compat.models import replica_variable
 from tfkfac.compat.optimizers import on_overflow
 from tfkfac.loss.batch import LossTap
 from tfkfac.shell.optimizer import SecondOrderOptimizer
@@ -71,7 +71,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-        """Scales the loss, and weighs it by the replica's share of the batch.
+        """Scale the loss and weight it by the replica's share of the batch.
 
         Args:
             loss: The loss that `compute_loss` returned.
@@ -87,7 +87,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads: Sequence[tf.Tensor | None],
         trainable_variables: Sequence[keras.Variable] | None = None,
     ) -> None:
-        """Updates the variables and the scale; see `keras.Optimizer.apply`.
+        """Update the variables and the scale; see `keras.Optimizer.apply`.
 
         Args:
             grads: Gradients of the scaled loss.
@@ -96,9 +96,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.built:
             with keras.name_scope(self.name):
                 self.build(trainable_variables)
-        scale = tf.convert_to_tensor(own_value(self.dynamic_scale))
+        scale = tf.convert_to_tensor(replica_variable(self.dynamic_scale))
         job = self.inner_optimizer.method.job
-        skipped = job.own(job.skipped)
+        skipped = job.local_state(job.skipped)
         before = tf.convert_to_tensor(skipped)
         self.inner_optimizer.apply(
             [None if g is None else keras.ops.divide(g, scale) for g in grads],
@@ -107,7 +107,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._adapt(scale, self._anywhere(skipped > before))
 
     def _anywhere(self, overflowed: tf.Tensor) -> tf.Tensor:
-        """True if the step was skipped on any replica; equal on all."""
+        """Return True if the step was skipped on any replica; equal on all."""
         job = self.inner_optimizer.method.job
         replicas = job.topology.replicas
         if len(self.inner_optimizer.method.peers(job.rank)) == replicas:
@@ -120,10 +120,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _adapt(self, scale: tf.Tensor, overflowed: tf.Tensor) -> None:
         """Halve the scale on overflow; double it after many valid steps."""
-        counter = own_value(self.step_counter)
+        counter = replica_variable(self.step_counter)
         grows = tf.equal(counter, self.dynamic_growth_steps - 1)
         larger = tf.where(grows, 2 * scale, scale)
-        own_value(self.dynamic_scale).assign(
+        replica_variable(self.dynamic_scale).assign(
             tf.where(overflowed, scale / 2, larger)
         )
         zero = tf.zeros_like(counter)
@@ -135,16 +135,16 @@ def undo_overflows(scaler: Any, optimizer: SecondOrderOptimizer) -> None:
 
     def prepare() -> Callable[[], None]:
         job = optimizer.method.job
-        streak = job.own(job.streaks)
-        before = BeforeTap.open(job.model).noted()
-        batches = LossTap.open(job.model).noted()
+        streak = job.local_state(job.streaks)
+        before = BeforeTap.open(job.model).items()
+        batches = LossTap.open(job.model).items()
         loss = batches[-1].value if batches else None
-        verdict = LeftOut(streak.left_out, loss is not None)
-        MetricsTap.open(job.model).note(verdict)
+        decision = MetricsDecision(streak.left_out, loss is not None)
+        MetricsTap.open(job.model).record(decision)
 
         def undo() -> None:
             for values in before:
-                put_back(values)
+                restore(values)
             streak.overflow(is_lost(loss))
 
         return undo

@@ -1,4 +1,4 @@
-"""The Keras optimizer around another, bound to the model it trains."""
+"""Keras optimizer that wraps an inner optimizer and is bound to a model."""
 
 import collections
 import dataclasses
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.model_taps import BeforeTap, LeftOut, MetricsTap
+from tfkfac.capture.model_taps import BeforeTap, MetricsDecision, MetricsTap
 from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.checks import check_count
 from tfkfac.compat.models import is_saving_legacy_file, legacy_variables
@@ -42,14 +42,14 @@ from tfkfac.training.step import Step, weigh_loss
 
 
 class SecondOrderOptimizer(AveragingOptimizer):
-    """Changes the gradients, then lets an inner Keras optimizer apply them.
+    """Precondition the gradients; an inner Keras optimizer applies them.
 
-    The learning rate, the iterations and everything an inner optimizer does
-    by itself (momentum, weight decay, clipping, averaging) stay its own. A
-    step whose gradients are not finite is skipped as a whole and counted.
+    The inner optimizer has the learning rate and the iterations, and does
+    momentum, weight decay, clipping and averaging. A step whose gradients are
+    not finite is skipped and counted.
 
-    The `Method` changes the gradients. The fields of its settings, a frozen
-    dataclass that a subclass names, are attributes of the optimizer.
+    The `Method` preconditions the gradients. The fields of `settings_type`, a
+    frozen dataclass, are attributes of the optimizer.
     """
 
     settings_type: ClassVar[type]
@@ -83,7 +83,7 @@ class SecondOrderOptimizer(AveragingOptimizer):
     # ---------------------------------------------------------- the config
     @property
     def max_skipped_steps(self) -> int | None:
-        """Steps skipped in a row that end the training; None is never."""
+        """Number of consecutive skipped steps that ends training, or None."""
         return self._max_skipped_steps
 
     @max_skipped_steps.setter
@@ -93,13 +93,13 @@ class SecondOrderOptimizer(AveragingOptimizer):
         self._max_skipped_steps = value
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments but the optimizers and the name."""
+        """Return the arguments except the optimizers and the name."""
         names = [field.name for field in dataclasses.fields(self.settings_type)]
         values = {name: getattr(self, name) for name in names}
         return {"max_skipped_steps": self.max_skipped_steps, **values}
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments of the constructor."""
+        """Return the arguments of the constructor."""
         values = {"inner_optimizer": self.inner_optimizer, **self._arguments()}
         serialize = keras.saving.serialize_keras_object
         config = {name: serialize(value) for name, value in values.items()}
@@ -114,11 +114,11 @@ class SecondOrderOptimizer(AveragingOptimizer):
         """Create an optimizer from its config.
 
         Args:
-            config: What `get_config` has returned.
-            custom_objects: Classes and functions by the names in the config.
+            config: The result of `get_config`.
+            custom_objects: Classes and functions by their names in the config.
 
         Raises:
-            TypeError: If the config is no dict.
+            TypeError: If the config is not a dict.
             ValueError: If an entry is not allowed.
         """
         if not isinstance(config, dict):
@@ -140,26 +140,27 @@ class SecondOrderOptimizer(AveragingOptimizer):
         loss_terms: int | Callable[[], tf.Tensor] | None = None,
         loss_scaler: Any = None,
     ) -> Self:
-        """Binds the optimizer to the model that it will train.
+        """Bind the optimizer to the model that it will train.
 
-        `Model.compile` calls this. Call it yourself, before the first forward
-        pass, when you write the training loop.
+        `Model.compile` calls this method. In a custom training loop, call it
+        before the first forward pass.
 
         Args:
             model: The model.
             loss_terms: For a loop that does not call `model.compute_loss`:
-                number of terms that the loss of a batch is the mean of, or a
-                function without arguments that returns it. 1 is a sum over
-                the terms. None is the leading dimension of a layer's input.
-            loss_scaler: The `LossScaleOptimizer` around this one, if any.
+                number of terms over which the loss of a batch is averaged, or
+                a function without arguments that returns it; 1 for a sum.
+                Defaults to None: the leading dimension of a layer's input.
+            loss_scaler: The `LossScaleOptimizer` that wraps this optimizer.
+                Defaults to None.
 
         Returns:
             The optimizer itself.
 
         Raises:
             TypeError: If `model` is not a Keras model.
-            ValueError: If the optimizer belongs to another model, or the
-                model is set up in a way that cannot work.
+            ValueError: If the optimizer is bound to another model, or a
+                setting of the model is not supported.
         """
         if not isinstance(model, keras.Model):
             raise TypeError(
@@ -192,15 +193,15 @@ class SecondOrderOptimizer(AveragingOptimizer):
         return self
 
     def bound_model(self) -> keras.Model:
-        """Returns the model that the optimizer is bound to.
+        """Return the model that the optimizer is bound to.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If the optimizer is not bound to a model.
         """
         return self._bound_job().model
 
     def _bound_job(self) -> Job:
-        """The job, of a model that is still there."""
+        """Return the job; raise if there is no model or it was deleted."""
         if self._job is None or self._job.find_model() is None:
             raise ValueError(
                 f"Optimizer '{self.name}' does not know its model. "
@@ -230,7 +231,7 @@ class SecondOrderOptimizer(AveragingOptimizer):
         new = [
             v.path
             for v in model.trainable_variables
-            if not any(knows_variable(one, v) for one in self._optimizers)
+            if not any(knows_variable(x, v) for x in self._optimizers)
         ]
         if self.built and new:
             raise ValueError(
@@ -241,7 +242,7 @@ class SecondOrderOptimizer(AveragingOptimizer):
 
     # ------------------------------------------------------------ the step
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Creates the state, for `variables` of the attached model."""
+        """Create the state for `variables` of the attached model."""
         if self.built:
             return
         job = self._bound_job()
@@ -261,38 +262,34 @@ class SecondOrderOptimizer(AveragingOptimizer):
         self._saved_state.create(job)
 
     def _build_others(self, variables: list[keras.Variable]) -> None:
-        """Builds inner and rest optimizer, each for its part."""
+        """Build the inner and the rest optimizer for their variables."""
         if self.rest_optimizer is None:
             self.inner_optimizer.build(variables)
             return
         inner = self.inner_optimizer
-        own = {variable_key(inner, v) for v in self.method.covered()}
-        parts: tuple[list[keras.Variable], ...] = [], []
-        for variable in variables:
-            parts[variable_key(inner, variable) in own].append(variable)
-        self.rest_optimizer.build(parts[False])
-        inner.build(parts[True])
+        keys = {variable_key(inner, v) for v in self.method.covered()}
+        is_covered = [variable_key(inner, v) in keys for v in variables]
+        uncovered = [not covered for covered in is_covered]
+        self.rest_optimizer.build([*itertools.compress(variables, uncovered)])
+        inner.build([*itertools.compress(variables, is_covered)])
 
     def build_in_scope(self, variables: Sequence[keras.Variable]) -> None:
-        """Builds as Keras' `apply` does, below the optimizer's name."""
+        """Build the optimizer in its name scope, as Keras' `apply` does."""
         if not self.built:
             with keras.name_scope(self.name):
                 self.build(variables)
 
     def description(self) -> dict[str, Any]:
-        """Facts that all workers must agree on, by name, for JSON."""
+        """Return settings that must be equal on all workers, as JSON types."""
         model = self.bound_model()
         weights = model.trainable_variables
         arguments = {k: plain(v) for k, v in self._arguments().items()}
         others = {}
-        for which, one in zip(
-            ("inner", "rest"), self._optimizers, strict=False
-        ):
-            others[f"{which} optimizer"] = type(one).__name__
-            settings = plain(one.get_config())
-            others |= {
-                f"{which} optimizer's {k}": v for k, v in settings.items()
-            }
+        roles = "inner optimizer", "rest optimizer"
+        for role, optimizer in zip(roles, self._optimizers, strict=False):
+            others[role] = type(optimizer).__name__
+            settings = plain(optimizer.get_config())
+            others |= {f"{role}'s {k}": v for k, v in settings.items()}
         return {
             "TensorFlow and Keras": [tf.__version__, keras.__version__],
             "optimizer": type(self).__name__,
@@ -310,11 +307,11 @@ class SecondOrderOptimizer(AveragingOptimizer):
         grads: Sequence[tf.Tensor | None],
         trainable_variables: Sequence[keras.Variable] | None = None,
     ) -> None:
-        """Updates the variables. See `keras.Optimizer.apply`.
+        """Update the variables. See `keras.Optimizer.apply`.
 
         Args:
-            grads: Gradients of the mean loss; None where there is none.
-            trainable_variables: Their variables; needed in the first call.
+            grads: Gradients of the mean loss; None for missing gradients.
+            trainable_variables: The variables; required in the first call.
         """
         if all(gradient is None for gradient in grads):
             self.inner_optimizer.apply(grads, trainable_variables)
@@ -324,30 +321,30 @@ class SecondOrderOptimizer(AveragingOptimizer):
             variables = known_variables(self)
         self.build_in_scope(variables)
         job = self._bound_job()
-        batch = LossTap.open(job.model).take_last(LossBatch())
-        before = BeforeTap.open(job.model).take_last([])
+        batch = LossTap.open(job.model).pop_last(LossBatch())
+        before = BeforeTap.open(job.model).pop_last([])
         step = Step(job, list(grads), variables, batch, job.group(), before)
         self.method.run(step)
-        flag = job.own(job.streaks).left_out
-        verdict = LeftOut(flag, batch.value is not None)
-        MetricsTap.open(job.model).note(verdict)
+        flag = job.local_state(job.streaks).left_out
+        decision = MetricsDecision(flag, batch.value is not None)
+        MetricsTap.open(job.model).record(decision)
         if tf.executing_eagerly():
             self.count_steps()
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-        """Weighs the loss by this replica's share of the batch.
+        """Weight the loss by this replica's share of the batch.
 
-        With it, the replicas' gradients add up to that of the mean over the
-        whole batch, also where they have different numbers of examples. Keras'
-        `train_step` calls this. A loop of your own may: under the tape, after
-        `model.compute_loss` and only for its gradients.
+        The sum of the replicas' gradients is then the gradient of the mean
+        over the global batch, even if the replicas have different numbers of
+        examples. Keras' `train_step` calls this method. A custom training loop
+        may call it under the tape, after `model.compute_loss`.
 
         Args:
-            loss: What `compute_loss` returned.
+            loss: The result of `compute_loss`.
 
         Returns:
-            The loss to take the gradients of.
+            The loss to differentiate.
         """
         job = self._job
         if job is None or job.topology.replicas == 1:
@@ -357,42 +354,41 @@ class SecondOrderOptimizer(AveragingOptimizer):
 
     # -------------------------------------------------------------- saving
     def gather_state(self) -> None:
-        """Brings the state of all workers together, to be saved.
+        """Gather the state of all workers on worker 0, to be saved.
 
-        In a job of several processes each has a share of the curvature. Call
-        this on all of them before one saves: the first one then has all of it
-        in its main memory (the bytes of the factors and decompositions of all
-        layers), until it is gathered again, and what is saved before the next
-        step has it. It is a collective operation; saving is none. `fit` calls
-        it where a callback with a `save_freq`, as Keras' have, is about to
-        save, and saving where all processes save within 30 seconds, each to a
-        path of its own. In a job of one process it does nothing.
+        In a job of several processes, each process has a part of the
+        curvature. Call this method on all workers before one of them saves.
+        The gathered state (factors and decompositions of all layers) stays in
+        the main memory of worker 0; files saved before the next step contain
+        it. `fit` calls this method before a callback with a `save_freq`, like
+        Keras' callbacks, saves. Saving also gathers if all workers save within
+        30 seconds, to different paths. No-op in a job of one process.
         """
         self._saved_state.gather()
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes the curvature state, named by layer.
+        """Write the curvature state, named by layer.
 
-        Keras saves the inner optimizer by itself. In a job of several
-        processes `gather_state` has to come before, or all have to save.
+        Keras saves the inner optimizer separately. On several workers, call
+        `gather_state` before, or save on all workers.
 
         Args:
-            store: A mapping of names to arrays.
+            store: Mapping from names to arrays.
         """
         self._saved_state.save(store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads what `save_own_variables` wrote, on any number of workers.
+        """Load state that `save_own_variables` wrote on any number of workers.
 
-        What a file has not and can be made anew, as decompositions by another
-        solver, is made anew.
+        Missing state that can be recomputed, such as the decompositions of
+        another solver, is recomputed in the next step.
 
         Args:
-            store: A mapping of names to arrays.
+            store: Mapping from names to arrays.
 
         Raises:
-            ValueError: If it does not fit the model, cannot be right, or is in
-                a format of another version of tfkfac.
+            ValueError: If the state does not fit the model, is invalid, or has
+                the format of another version of tfkfac.
         """
         if not self.built:
             model = self._job.find_model() if self._job is not None else None
@@ -408,14 +404,14 @@ class SecondOrderOptimizer(AveragingOptimizer):
         return skipped[0] if skipped else 0
 
     def check_skipped_steps(self) -> None:
-        """Raises if `max_skipped_steps` steps in a row have been skipped.
+        """Raise an error after `max_skipped_steps` consecutive skipped steps.
 
-        `fit`, `train_on_batch` and eager loops do this after each step. Call
-        it yourself where a loop of your own is a `tf.function`: on all
-        workers, which then all raise.
+        `fit`, `train_on_batch` and eager loops call this method. If your
+        training step is a `tf.function`, call it on all workers: either all of
+        them raise or none.
 
         Raises:
-            FloatingPointError: If they have been.
+            FloatingPointError: If so many steps have been skipped.
         """
         most = self.max_skipped_steps
         if most is not None and self._job is not None and self._job.streaks:
@@ -423,16 +419,16 @@ class SecondOrderOptimizer(AveragingOptimizer):
             self._skipped_in_a_row = streak.check(most, self.name)
 
     def count_steps(self, steps: int = 1) -> None:
-        """Checks the skipped steps once enough of them may have been done.
+        """Count steps; call `check_skipped_steps` if its limit may be reached.
 
-        Reading their number waits for the device, so it is read only where
-        `max_skipped_steps` steps have been done since it was 0.
+        Reading the number of skipped steps waits for the device. It is read
+        only if `max_skipped_steps` steps have run since it was 0.
 
         Args:
             steps: Number of steps since the last call. Defaults to 1.
 
         Raises:
-            FloatingPointError: As `check_skipped_steps`.
+            FloatingPointError: See `check_skipped_steps`.
         """
         self._skipped_in_a_row += steps
         most = self.max_skipped_steps
@@ -440,44 +436,43 @@ class SecondOrderOptimizer(AveragingOptimizer):
             self.check_skipped_steps()
 
     def summary(self, print_fn: Callable[[str], None] = print) -> None:
-        """Prints what the optimizer does with the model, and its state.
+        """Print how the optimizer treats the model, and its state.
 
         Args:
-            print_fn: Function that takes the text. Defaults to `print`.
+            print_fn: Function that prints the text. Defaults to `print`.
 
         Raises:
-            ValueError: If the optimizer has no model, or one that is not
-                built.
+            ValueError: If the optimizer is not bound to a built model.
         """
         self._check_built()
         events = [f"{text}: {count}" for text, count in self.events().items()]
         print_fn("\n".join([*self.method.summary(), *events]))
 
     def state_bytes(self) -> dict[str, int]:
-        """Returns the bytes of this replica's curvature state by kind."""
+        """Return the bytes of this replica's curvature state by name."""
         self._check_built()
         return self.method.state_bytes()
 
     def communication_bytes(self) -> dict[str, dict[str, int]]:
-        """Returns the bytes that this replica receives, by kind of step."""
+        """Return the bytes that this replica receives, by type of step."""
         self._check_built()
         return self.method.communication_bytes()
 
     def events(self) -> dict[str, int]:
-        """Returns what has gone wrong so far, and how often.
+        """Return the counts of unexpected events so far.
 
-        `summary` prints it, and `fit` at its end what is new.
+        `summary` prints them, and `fit` prints the new events at its end.
 
         Returns:
-            The counts that are not 0, with the layer where it is one's own:
-            steps skipped, statistics rejected, factors dropped, decompositions
-            failed, plain gradients used. Each process counts the faults of its
-            own replicas; `fit` prints the largest count of all processes.
+            Counts above 0 by text, with the name of the layer: skipped steps,
+            rejected statistics, dropped factors, failed decompositions, plain
+            gradients used. Each process counts the events of its replicas;
+            `fit` prints the largest count of all processes.
         """
         return largest_counts(self.event_counts())
 
     def event_counts(self) -> collections.Counter[tuple[str, int]]:
-        """Returns the counts of `events` by text and replica."""
+        """Return the counts of `events` by text and replica."""
         counts: collections.Counter[tuple[str, int]] = collections.Counter()
         if not self.built:
             return counts
@@ -517,9 +512,9 @@ class SecondOrderOptimizer(AveragingOptimizer):
     def variables(self) -> list[Any]:
         """The variables of the inner optimizer, then of the rest optimizer.
 
-        In an `.h5` file, that has nothing else of an optimizer, also its state.
+        While Keras writes an `.h5` file, also the curvature state.
         """
-        variables = [v for one in self._optimizers for v in one.variables]
+        variables = [v for x in self._optimizers for v in x.variables]
         if is_saving_legacy_file():
             state: dict[str, Any] = {}
             self.save_own_variables(state)
@@ -528,8 +523,8 @@ class SecondOrderOptimizer(AveragingOptimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Record that a `LossScaleOptimizer` wraps this optimizer."""
-        # Keras' LossScaleOptimizer resets this attribute on what it wraps,
-        # the only sign of it there is.
+        # Keras' LossScaleOptimizer resets this attribute of the optimizer that
+        # it wraps. There is no other indication of the wrapper.
         if name == "loss_scale_factor" and "_scaling" in vars(self):
             if value is not None:
                 raise ValueError(
@@ -541,22 +536,23 @@ class SecondOrderOptimizer(AveragingOptimizer):
         super().__setattr__(name, value)
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets the inner and rest optimizers, in the order of `variables`."""
+        """Set the variables of both optimizers, in the order of `variables`."""
         values = iter(weights)
-        for one in self._optimizers:
-            one.set_weights(list(itertools.islice(values, len(one.variables))))
+        for optimizer in self._optimizers:
+            count = len(optimizer.variables)
+            optimizer.set_weights(list(itertools.islice(values, count)))
 
     def finalize_variable_values(
         self, var_list: Sequence[keras.Variable]
     ) -> None:
-        """Lets the other optimizers write their averages at the end."""
-        for one in self._optimizers:
-            own = [v for v in var_list if knows_variable(one, v)]
-            one.finalize_variable_values(own)
+        """Assign the averages of the inner and the rest optimizer."""
+        for optimizer in self._optimizers:
+            known = [v for v in var_list if knows_variable(optimizer, v)]
+            optimizer.finalize_variable_values(known)
 
 
-def ours(optimizer: Any) -> SecondOrderOptimizer | None:
-    """The optimizer of ours that a model's optimizer is or has inside."""
+def find_optimizer(optimizer: Any) -> SecondOrderOptimizer | None:
+    """Return the optimizer of tfkfac that an optimizer is or wraps, or None."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer if isinstance(optimizer, SecondOrderOptimizer) else None

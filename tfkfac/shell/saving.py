@@ -28,10 +28,10 @@ from tfkfac.saving.store import (
     Saved,
     check_format,
     find_share,
+    is_foreign,
     load_state,
     save_state,
     share_key,
-    why_unreadable,
     write_format,
 )
 from tfkfac.shell.method import Method
@@ -153,7 +153,11 @@ class SavedState(tf.train.experimental.PythonState):
                 )
             contents.entries.extend(
                 Entry(
-                    "", f"state_{i}", seed[place], part=section, least=-math.inf
+                    "",
+                    f"state_{i}",
+                    seed[place],
+                    section=section,
+                    least=-math.inf,
                 )
                 for i, seed in enumerate(seeds)
             )
@@ -202,9 +206,9 @@ class SavedState(tf.train.experimental.PythonState):
         sections = {
             name for c in contents.values() for name in c.optional_sections
         }
-        used = {STATE, *(sections & saved.parts)}
+        used = {STATE, *(sections & saved.sections)}
         entries = {
-            rank: [e for e in c.entries if e.part in used]
+            rank: [e for e in c.entries if e.section in used]
             for rank, c in contents.items()
         }
         layers = {e.layer for of_rank in entries.values() for e in of_rank}
@@ -215,7 +219,7 @@ class SavedState(tf.train.experimental.PythonState):
             for name, reset in c.optional_sections.items():
                 if name not in used:
                     reset()
-        unused, missing = saved.parts - sections, sections - used
+        unused, missing = saved.sections - sections, sections - used
         if unused:
             reset_text = f"; {sorted(missing)} is reset" if missing else ""
             warnings.warn(
@@ -226,9 +230,8 @@ class SavedState(tf.train.experimental.PythonState):
 
     def _why_unusable(self, store: Mapping[str, Any]) -> str | None:
         """Reason why saved state cannot be loaded, or None."""
-        reason = why_unreadable(store)
-        if reason is not None:
-            return reason
+        if is_foreign(store):
+            return "the file is of another optimizer"
         check_format(store, self._name)
         if self._job is None:
             return "the model is not built"

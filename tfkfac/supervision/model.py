@@ -24,15 +24,15 @@ from tfkfac.compat.models import (
     Callbacks,
     State,
     after_compile,
-    around_fit,
     carry_in_state_trees,
     legacy_state,
     swap_averages_of,
+    wrap_fit,
 )
 from tfkfac.compat.optimizers import build_once
 from tfkfac.compat.overrides import Override, drop_from, keep_on, override
 from tfkfac.shell.loss_scale import undo_overflows
-from tfkfac.shell.optimizer import SecondOrderOptimizer, ours
+from tfkfac.shell.optimizer import SecondOrderOptimizer, find_optimizer
 from tfkfac.supervision.callback import Supervision
 from tfkfac.supervision.comparison import common_order
 from tfkfac.training.guards import as_errors
@@ -80,13 +80,13 @@ def _after_compile(model: keras.Model) -> None:
     if previous is not None:
         previous.close()
     _bind(model)
-    optimizer = ours(getattr(model, "optimizer", None))
+    optimizer = find_optimizer(getattr(model, "optimizer", None))
     overrides = _supervise(model, optimizer)
     if optimizer is not None:
         overrides += _carry_state(model, optimizer)
         if optimizer.use_ema:
             names = "fit", "evaluate", "predict"
-            overrides += [around_fit(model, _averaging, name) for name in names]
+            overrides += [wrap_fit(model, _averaging, name) for name in names]
     if overrides:
         # An `ExitStack`: Keras would search a list for layers to save.
         stack = keep_on(model, _OVERRIDES, contextlib.ExitStack)
@@ -157,7 +157,7 @@ def _supervise(
     if watch is not None:
         overrides.append(override(model, "evaluate", evaluate))
     if watch is not None or optimizer is not None:
-        overrides.append(around_fit(model, within))
+        overrides.append(wrap_fit(model, within))
     if optimizer is not None:
         for method in (train_on_batch, get_metrics_result):
             overrides.append(override(model, method.__name__, method))
@@ -175,7 +175,7 @@ def _averaging(callbacks: Callbacks, _: Arguments) -> Iterator[Callbacks]:
         callback: keras.callbacks.Callback,
         optimizer: keras.optimizers.Optimizer,
     ) -> list[keras.optimizers.Optimizer]:
-        owner = ours(callback.model.optimizer)
+        owner = find_optimizer(callback.model.optimizer)
         return [optimizer] if owner is None else owner.averaging_optimizers
 
     for callback in callbacks:

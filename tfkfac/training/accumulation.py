@@ -25,7 +25,7 @@ class Accumulation(Slots):
     """
 
     def __init__(self, steps: int, job: Job) -> None:
-        super().__init__("accumulation", part=PENDING)
+        super().__init__("accumulation", section=PENDING)
         self._steps = steps
         weights = job.model.trainable_variables
         self.sums = [
@@ -61,7 +61,7 @@ class Accumulation(Slots):
             if gradient is not None:
                 dense = tf.cast(tf.convert_to_tensor(gradient), sum_.dtype)
                 sum_.assign_add(weighted(dense, weight))
-        self.loss.assign_add(weighted(step.own_loss(), weight))
+        self.loss.assign_add(weighted(step.weighted_loss(), weight))
         self.terms.assign_add(terms)
         self.weight.assign_add(weight)
         self.count.assign_add(1)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfkfac.capture.model_taps import replica_id
 from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.strategies import keep_apart
+from tfkfac.compat.strategies import order_by_replica
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import find_topology
 from tfkfac.loss.batch import LossBatch
@@ -21,7 +21,7 @@ from tfkfac.training.guards import Streak, count_each
 
 
 class _Log:
-    """Counts of one loss on one replica, by the likelihoods it could be of."""
+    """Number of steps in which a loss matched each candidate likelihood."""
 
     def __init__(self, loss: str, names: tuple[str, ...]) -> None:
         self.loss = loss
@@ -30,8 +30,8 @@ class _Log:
         self.unknown = state_variable(0, "int64", "no_likelihood")
         self._unit = state_variable(1.0, "float64", "unit")
 
-    def note(self, verdict: Verdict, optimizer: str, instead: str) -> None:
-        """Counts a step."""
+    def record(self, verdict: Verdict, optimizer: str, instead: str) -> None:
+        """Count a step."""
         counted = tf.cast(verdict.is_counted, tf.int64)
         which = tf.one_hot(verdict.index, len(self._names), dtype=tf.int64)
         self._counts.assign_add(which * counted)
@@ -46,7 +46,7 @@ class _Log:
         )
 
     def line(self) -> str:
-        """One line for `summary`."""
+        """Return a line for `summary`."""
         counts = zip(self._names, self._counts.numpy(), strict=True)
         parts = [f"{name} in {n:,} steps" for name, n in counts if n]
         if unknown := int(self.unknown.numpy()):
@@ -59,33 +59,33 @@ class _Log:
 
 
 class LossLog:
-    """Log of the likelihoods that losses of the user's own have been."""
+    """Log of the likelihoods that the user's losses matched."""
 
     def __init__(self) -> None:
-        # By replica, and the place and the likelihoods of the loss.
+        # By replica, position of the loss, and candidate likelihoods.
         self._logs: dict[tuple[int, int, tuple[str, ...]], _Log] = {}
 
-    def note(
+    def record(
         self, losses: tuple[LossTerms, ...], job: "Job", instead: str
     ) -> None:
-        """Notes a step by the terms of its losses, which have verdicts."""
-        device = job.own(job.topology.devices)
-        for place, loss in enumerate(losses):
+        """Record the verdicts on the losses of a step."""
+        device = job.local_state(job.topology.devices)
+        for position, loss in enumerate(losses):
             if loss.verdict is None or loss.call is None:
                 continue
             names = loss.verdict.names
-            key = job.rank, place, names
+            key = job.rank, position, names
             if key not in self._logs:
                 with tf.init_scope(), tf.device(device):
                     self._logs[key] = _Log(loss.call.loss.name, names)
-            self._logs[key].note(loss.verdict, job.name, instead)
+            self._logs[key].record(loss.verdict, job.name, instead)
 
     def lines(self) -> list[str]:
-        """Lines for `summary`."""
+        """Return lines for `summary`."""
         return [log.line() for log in self._of_first()]
 
     def events(self) -> list[tuple[str, tf.Variable]]:
-        """Steps in which a loss was of no likelihood."""
+        """Return the numbers of steps in which a loss matched no likelihood."""
         return [
             (
                 f"steps whose loss '{log.loss}' was a multiple of no "
@@ -96,7 +96,7 @@ class LossLog:
         ]
 
     def _of_first(self) -> list[_Log]:
-        """Logs of the first replica of this process."""
+        """Return the logs of the first replica of this process."""
         first = min((rank for rank, *_ in self._logs), default=0)
         return [log for (rank, *_), log in self._logs.items() if rank == first]
 
@@ -125,18 +125,19 @@ _ordinals = itertools.count()
 
 
 class Job:
-    """Common to all steps: model, replicas, inner optimizer, clock.
+    """Model, optimizers, replicas and counters, common to all training steps.
 
     Attributes:
-        topology: The replicas of the job, and which of them live here.
-        skipped: For each of those, the number of steps it has skipped.
-        streaks: For each, those of them that came last.
-        empty: And of its last batches that had no examples, if it has peers.
-        loss_terms: Number of terms of a loss that nobody sees being computed,
-            or a function that returns it.
-        inner_follows: True if the learning rate of the inner optimizer follows
-            that of the rest optimizer, and not the other way round.
-        losses: What the losses have been taken for.
+        topology: The replicas of the job, and the local replicas.
+        skipped: Number of skipped steps of each local replica.
+        streaks: Consecutive skipped steps of each local replica.
+        empty: Number of consecutive batches without an example, of each local
+            replica; empty if there is one replica.
+        loss_terms: Number of terms of a loss that is not computed by
+            `compute_loss`, or a function that returns it.
+        inner_follows: True if the learning rate of the inner optimizer is
+            proportional to the rate of the rest optimizer.
+        losses: Log of the likelihoods that the losses matched.
     """
 
     def __init__(
@@ -164,12 +165,12 @@ class Job:
         self._scope = ""
 
     def find_model(self) -> keras.Model | None:
-        """The model, or None if it has been deleted."""
+        """Return the model, or None if it has been deleted."""
         return self._model()
 
     @property
     def model(self) -> keras.Model:
-        """The model; asserts that it has not been deleted."""
+        """The model, which must not have been deleted."""
         model = self._model()
         assert model is not None
         return model
@@ -181,19 +182,19 @@ class Job:
 
     @property
     def rank(self) -> int:
-        """The replica whose code is being traced or run."""
+        """Rank of the replica that is being traced or run."""
         local = self.topology.local
         return local[0] if len(local) == 1 else replica_id()
 
     def terms_of(self, batch: LossBatch) -> tuple[LossTerms, ...]:
-        """The terms of the losses of a batch; none if they are not known."""
+        """Return the terms of the losses of a batch; empty if unknown."""
         if batch.terms or self.loss_terms is None:
             return batch.terms
         known = self.loss_terms
         return (mean_over(known() if callable(known) else known),)
 
     def create(self) -> None:
-        """Creates what every step needs, whatever the method."""
+        """Create the counters that do not depend on the method."""
         self.skipped = self.for_each(
             lambda rank: state_variable(0, "int64", "skipped_steps")
         )
@@ -205,53 +206,52 @@ class Job:
             self._tokens = self.for_each(
                 lambda rank: state_variable(0.0, "float32", "ordering_token")
             )
-            # Tells the collectives of one optimizer from another's. All
-            # workers build the optimizers of a job, in the same order.
+            # Keys of collectives must differ between optimizers. All workers
+            # build the optimizers of a job in the same order.
             self._scope = f"{self.name}:{next(_ordinals)}"
 
     def for_each(self, make: Callable[[int], T]) -> tuple[T, ...]:
-        """Makes the state of every replica of this process, by its rank.
+        """Call `make(rank)` for each local replica, on its device.
 
-        It is a replica's own: not mirrored, on its device, and other replicas
-        may have one of another shape or none.
+        Variables are not mirrored: their shapes may differ between replicas.
         """
-        made = []
+        states = []
         local = zip(self.topology.local, self.topology.devices, strict=True)
         for rank, device in local:
             with tf.init_scope(), tf.device(device):
-                made.append(make(rank))
-        return tuple(made)
+                states.append(make(rank))
+        return tuple(states)
 
-    def own(self, states: Sequence[T]) -> T:
-        """The state of this replica, of what `for_each` returned."""
+    def local_state(self, states: Sequence[T]) -> T:
+        """Return the item of the current replica in a result of `for_each`."""
         return self.at(states, self.rank)
 
     def at(self, states: Sequence[T], rank: int) -> T:
-        """The state of a replica of this process, of the same."""
+        """Return the item of a local replica in a result of `for_each`."""
         return states[self.topology.local.index(rank)]
 
     def group(self, purpose: str = "") -> Communicator:
-        """This replica's collectives in one trace, with all others.
+        """Create the communicator of this replica with all others in a trace.
 
-        A purpose tells them from those of the step, if they are made in
-        another order.
+        `purpose` is part of the keys of its collectives. It must be given if
+        they may run in another order than the collectives of the step.
         """
         topology = self.topology
         if len(topology.local) > 1:
             if tf.executing_eagerly():
                 refuse_eager_replicas()
-            keep_apart(topology.devices)
+            order_by_replica(topology.devices)
         return Communicator(
             self.rank,
             topology.replicas,
             f"{self._scope} {purpose}".strip(),
             topology.hint,
             len(topology.local) > 1,
-            self.own(self._tokens) if self._tokens else None,
+            self.local_state(self._tokens) if self._tokens else None,
         )
 
     def among_processes(self, purpose: str) -> Communicator:
-        """Collectives of this process with the others, outside of graphs."""
+        """Create the communicator of all processes, outside of graphs."""
         topology = self.topology
         scope = f"{self._scope} {purpose}"
         return Communicator(topology.process, topology.processes, scope)

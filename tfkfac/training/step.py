@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.model_taps import Values, put_back
+from tfkfac.capture.model_taps import Values, restore
 from tfkfac.compat.functions import when
-from tfkfac.compat.graphs import of_this_graph
+from tfkfac.compat.graphs import in_current_graph
 from tfkfac.compat.optimizers import (
     apply_or_count,
     knows_variable,
@@ -93,19 +93,19 @@ class Step:
             )
         return self._measure
 
-    def own_loss(self) -> tf.Tensor:
+    def weighted_loss(self) -> tf.Tensor:
         """This replica's part of the mean loss, float64; 0 if not observed."""
         value = self.batch.value
         if value is None:
             return tf.zeros([], tf.float64)
         return weighted(tf.cast(value, tf.float64), self.loss.share)
 
-    def note_losses(self, instead: str) -> None:
+    def record_losses(self, instead: str) -> None:
         """Record the types of the losses of this step.
 
         `instead` is the text on the fallback for losses without a likelihood.
         """
-        self.job.losses.note(self.loss.losses, self.job, instead)
+        self.job.losses.record(self.loss.losses, self.job, instead)
 
     def drop_gradients(self, indices: Sequence[int], bound: tf.Tensor) -> None:
         """Set gradients to None, so that TensorFlow prunes their computation.
@@ -172,14 +172,14 @@ class Step:
         skipped = ~self.finite
         count_each(
             skipped,
-            self.job.own(self.job.skipped),
+            self.job.local_state(self.job.skipped),
             [self.job.name],
             "a step is skipped, its gradients are not finite.",
         )
 
         def skip() -> None:
             streak.extend(flags, self._is_lost())
-            put_back(self.before)
+            restore(self.before)
 
         when(skipped, skip)
 
@@ -211,7 +211,7 @@ class Step:
             if v.dtype.is_floating
         ]
         if statistics:
-            when(~all_finite(statistics), lambda: put_back(self.before))
+            when(~all_finite(statistics), lambda: restore(self.before))
 
     def _is_lost(self) -> tf.Tensor:
         """True if the loss of any replica of the group is not finite.
@@ -227,7 +227,7 @@ class Step:
     @property
     def _streak(self) -> Streak:
         """Consecutive skipped steps of this replica."""
-        return self.job.own(self.job.streaks)
+        return self.job.local_state(self.job.streaks)
 
     def gradient_paths(self) -> list[str]:
         """Paths of the weights whose gradients are checked."""
@@ -254,7 +254,7 @@ class Step:
         inner, rest = self.job.inner_optimizer, self.job.rest_optimizer
         # Gradients that are passed unchanged may belong to an outer graph.
         pairs = [
-            (None if g is None else of_this_graph(g), v)
+            (None if g is None else in_current_graph(g), v)
             for g, v in zip(update.gradients, self.variables, strict=True)
         ]
         tasks: list[Any] = [(inner, pairs, update.after)]
@@ -287,13 +287,13 @@ def weigh_loss(loss: tf.Tensor, job: Job, peers: tuple[int, ...]) -> tf.Tensor:
     measure for the step. `peers` are the replicas of the mean.
     """
     tap = LossTap.open(job.model)
-    batch = tap.take_last(LossBatch())
+    batch = tap.pop_last(LossBatch())
     if not batch.terms or batch.measure is not None:
         return loss
-    count_empty_batches(batch.terms, job.own(job.empty), job.rank)
+    count_empty_batches(batch.terms, job.local_state(job.empty), job.rank)
     group = job.group(f"loss {batch.ordinal}").among(peers)
     measure = measure_loss(batch.terms, group, job.topology.replicas, True)
-    tap.note(dataclasses.replace(batch, measure=measure))
+    tap.record(dataclasses.replace(batch, measure=measure))
     return weigh(loss, batch.terms, measure.shares)
 
 
