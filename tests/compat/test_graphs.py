@@ -16,7 +16,6 @@ from tfkfac.compat.graphs import (
     open_graphs,
     operation_without_gradient,
     repeat,
-    stamp_time,
     state_variable,
     under_tape,
 )
@@ -62,17 +61,6 @@ def test_repeat(eager: bool) -> None:
     run = run if eager else tf.function(run, autograph=False)
     total, last = run(tf.constant(5))
     assert (int(total), float(last)) == (234, 3.5)
-
-
-@contract(
-    "compat.graphs.stamp_time",
-    "A function with `_noinline` can be called eagerly.",
-)
-def test_time_is_stamped() -> None:
-    clock = state_variable(0.0, "float64", "clock")
-    before = float(tf.timestamp())
-    result = float(stamp_time(clock))
-    assert before <= result == float(clock) <= float(tf.timestamp())
 
 
 @contract(

@@ -25,7 +25,7 @@ from tests.support.fosi_reference import (
 )
 from tests.support.reference import Array
 from tests.support.small import summary_text
-from tfkfac.fosi.schedule import Timing
+from tfkfac.fosi.subspace import Timing
 from tfkfac.shell.arguments import Hyperparameter
 
 X, Y = data()

@@ -138,7 +138,6 @@ def test_training(results: Results, name: str) -> None:
         assert set(worker["failures"]) == {0}
         assert f"Workers {', '.join(map(str, everyone))}" in worker["summary"]
         assert f"Layout {options['layout']}" in worker["summary"]
-        assert not np.any(worker["idle_share"])
 
 
 @pytest.mark.parametrize("name", JOBS.params(CASES))

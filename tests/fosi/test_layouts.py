@@ -16,8 +16,8 @@ from tests.support.reference import Array
 from tfkfac.distributed.collectives import all_reduce_bytes
 from tfkfac.distributed.topology import Roles
 from tfkfac.fosi.estimation import Estimation, Spectrum, estimation_bytes
-from tfkfac.fosi.handover import FinalUpdate, hand_over, piece_bytes
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout, Shards
+from tfkfac.fosi.multirole import FinalUpdate, hand_over, piece_bytes
 from tfkfac.fosi.subspace import InnerTraits, Subspace
 
 few = settings(max_examples=20, deadline=None)

@@ -250,6 +250,5 @@ def describe(kind: str | None, model: Any) -> dict[str, Any]:
         "spectrum": optimizer.spectrum(),
         "state_bytes": optimizer.state_bytes(),
         "communication_bytes": optimizer.communication_bytes(),
-        "idle_share": optimizer.idle_share(),
         "summary": [" ".join(li.split()) for li in text[0].splitlines()],
     }

@@ -35,8 +35,7 @@ class CurvatureLogger(keras.callbacks.Callback):
     - `KFAC`: `KFAC.last_step`, "factor_updates", "inverse_updates"; for each
       layer whose factors this process stores, the "trace" of its Kronecker
       block A x G and the "condition" number of A x G + damping I.
-    - `FOSI`: "ritz_value_i"; "idle_share_r", the fraction of the time that
-      replica r waits.
+    - `FOSI`: "ritz_value_i".
     - `GaussNewton`: `GaussNewton.last_step`.
 
     At the end of an epoch the scalars of the whole model are added to `logs` as
@@ -144,8 +143,6 @@ class CurvatureLogger(keras.callbacks.Callback):
         if isinstance(optimizer, FOSI):
             for i, value in enumerate(optimizer.spectrum()):
                 yield Value(f"ritz_value_{i}", float(value))
-            for rank, share in enumerate(optimizer.idle_share()):
-                yield Value(f"idle_share_{rank}", float(share))
         if not isinstance(optimizer, KFAC | GaussNewton):
             return
         last_step = optimizer.last_step

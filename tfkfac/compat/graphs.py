@@ -118,16 +118,6 @@ def map_rows(
         scope.set_caching_device(before)
 
 
-def stamp_time(variable: tf.Variable) -> tf.Tensor:
-    """Assign the current time in seconds to a float64 variable; return it.
-
-    A plain `tf.timestamp` would wait for the timestamps of other replicas in
-    the same process, because TensorFlow orders stateful operations without a
-    resource. A call that is not inlined has a resource: the variable.
-    """
-    return not_inlined(lambda: tf.identity(variable.assign(tf.timestamp())))()
-
-
 def in_current_graph(
     tensor: tf.Tensor | tf.IndexedSlices,
 ) -> tf.Tensor | tf.IndexedSlices:

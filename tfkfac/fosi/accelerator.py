@@ -108,7 +108,7 @@ class Accelerator(Slots):
     """
 
     def __init__(self, geometry: Geometry, count: int) -> None:
-        super().__init__("accelerator")
+        super().__init__("accelerator", saved=False)
         self.geometry = geometry
         dtype, steps = geometry.dtype, geometry.steps
         length = geometry.slices(count).length

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from tfkfac.capture.model_taps import ForwardCall, ForwardTap
@@ -16,8 +15,7 @@ from tfkfac.distributed.collectives import (
     gradient_bytes,
 )
 from tfkfac.fosi.layouts import Geometry, Layout
-from tfkfac.fosi.schedule import Timing
-from tfkfac.fosi.subspace import InnerTraits, State, Subspace
+from tfkfac.fosi.subspace import InnerTraits, State, Subspace, Timing
 from tfkfac.fosi.update import adopt, has_momentum, is_plain_sgd
 from tfkfac.linalg.lanczos import (
     Lanczos,
@@ -208,10 +206,6 @@ class Estimator:
             return []
         workers = ", ".join(map(str, range(replicas)))
         return [("Workers", workers), ("Accelerators", "-")]
-
-    def idle_share(self) -> np.ndarray:
-        """Fraction of the time that each replica waited for others."""
-        return np.zeros(self.job.topology.replicas)
 
     def state_bytes(self, layout: Layout) -> dict[str, int]:
         """Bytes of this replica's state, by name."""

@@ -14,8 +14,7 @@ from tfkfac.curvature.hessian import flat_space
 from tfkfac.fosi.estimation import Estimator
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
 from tfkfac.fosi.multirole import AcceleratedEstimator
-from tfkfac.fosi.schedule import NewtonRate, Timing, default_warmup
-from tfkfac.fosi.subspace import State
+from tfkfac.fosi.subspace import NewtonRate, State, Timing, default_warmup
 from tfkfac.fosi.update import SplitUpdate
 from tfkfac.linalg.lanczos import default_steps
 from tfkfac.saving.entries import Contents

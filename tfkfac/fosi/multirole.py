@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-import numpy as np
+import keras
 import tensorflow as tf
 from keras.layers import BatchNormalization
 from typing_extensions import override
@@ -13,32 +14,30 @@ from tfkfac.capture.model_taps import (
     ForwardCall,
     ForwardTap,
     TraceLists,
+    capturing,
 )
 from tfkfac.capture.walk import walk
 from tfkfac.checks import is_number
 from tfkfac.compat.functions import when
-from tfkfac.compat.graphs import in_graph, replica_copy, stamp_time
+from tfkfac.compat.graphs import (
+    exact_second_derivatives,
+    in_graph,
+    replica_copy,
+)
 from tfkfac.compat.optimizers import raw_iterations
+from tfkfac.compat.overrides import replace_moments
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
 from tfkfac.distributed.topology import Roles, assign_roles
 from tfkfac.fosi.accelerator import Accelerator, loss_point
 from tfkfac.fosi.estimation import (
     Estimation,
     Estimator,
+    Spectrum,
     Train,
     estimation_bytes,
 )
-from tfkfac.fosi.handover import (
-    FinalUpdate,
-    all_variables,
-    hand_over,
-    piece_bytes,
-    tap_moments,
-    wire_type,
-)
-from tfkfac.fosi.layouts import Layout
-from tfkfac.fosi.schedule import NewtonRate, Timing
-from tfkfac.fosi.subspace import State, Subspace
+from tfkfac.fosi.layouts import Geometry, Layout
+from tfkfac.fosi.subspace import NewtonRate, State, Subspace, Timing
 from tfkfac.fosi.update import (
     add_to_weights,
     adopt,
@@ -47,8 +46,51 @@ from tfkfac.fosi.update import (
 )
 from tfkfac.loss.batch import find_call
 from tfkfac.saving.entries import Contents
+from tfkfac.saving.slots import Slots
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
+
+
+class FinalUpdate(Slots):
+    """A Newton step with the sum of an interval's gradients (DHO2, eq. 17).
+
+    For weights w at the start of the interval, the inner optimizer's total
+    change d and the sum p of its gradients, the new weights are
+
+    `w + d - V V^T d - alpha V (V^T p / |lambda|)`.
+
+    This state is not saved: after loading, the interval starts again.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__("final_update", saved=False)
+        sizes = [geometry.size], geometry.dtype
+        self.start = self.slot("start", *sizes)
+        self.gradient_sum = self.slot("gradient_sum", *sizes)
+
+    @staticmethod
+    def change_bytes(layout: Layout) -> int:
+        """Bytes that a worker receives in `change`."""
+        return 2 * layout.coefficients_bytes + layout.combine_bytes
+
+    def begin(self, weights: tf.Tensor) -> None:
+        """Begin an interval at the given weights."""
+        self.start.assign(weights)
+        self.gradient_sum.assign(tf.zeros_like(weights))
+
+    def change(
+        self,
+        weights: tf.Tensor,
+        subspace: Subspace,
+        alpha: tf.Tensor,
+        group: Communicator,
+    ) -> tf.Tensor:
+        """Return the correction of the weights at the end of the interval."""
+        total = tf.convert_to_tensor(self.gradient_sum)
+        coefficients = subspace.coefficients(total, group)
+        inner = subspace.coefficients(weights - self.start, group)
+        newton = alpha * coefficients * subspace.inverse_curvature(group.rank)
+        return -subspace.combine([newton + inner], group)
 
 
 class RoleState(State):
@@ -59,9 +101,6 @@ class RoleState(State):
         progress: Number of finished iterations; 0 between estimations.
         final_update: State of the published final update; None on
             accelerators, and for `final_update="stale"`.
-        times: Idle and total wall seconds of each replica, `(replicas, 2)`.
-        arrived: Time at which this replica reached the end of the last step.
-        left: Time at which all replicas had reached it.
     """
 
     def __init__(
@@ -70,18 +109,11 @@ class RoleState(State):
         subspace: Subspace | None,
         accelerator: Accelerator | None,
         final_update: FinalUpdate | None,
-        replicas: int,
     ) -> None:
         super().__init__(layout, subspace)
         self.accelerator = accelerator
         self.final_update = final_update
         self.progress = self.slot("progress", saved=False)
-
-        def seconds(name: str, *shape: int) -> tf.Variable:
-            return self.slot(name, shape, "float64", saved=False)
-
-        self.times = seconds("times", replicas, 2)
-        self.arrived, self.left = seconds("arrived"), seconds("left")
 
     @override
     def forget(self) -> None:
@@ -170,8 +202,7 @@ class AcceleratedEstimator(Estimator):
                 final = FinalUpdate(layout.geometry)
         else:
             accelerator = Accelerator(layout.geometry, count)
-        replicas = self.job.topology.replicas
-        return RoleState(layout, subspace, accelerator, final, replicas)
+        return RoleState(layout, subspace, accelerator, final)
 
     # ------------------------------------------------------------ the step
     @override
@@ -261,28 +292,12 @@ class AcceleratedEstimator(Estimator):
         """Wait for all; copy the update and skip counts to accelerators."""
         everyone, streak = step.group, self.job.local_state(self.job.streaks)
         counter = replica_copy(raw_iterations(self.job.inner_optimizer).value)
-        finished = [tf.identity(counter)]
-        if state.accelerator is not None:
-            finished.append(tf.identity(state.accelerator.tridiagonal.diagonal))
-        before = tf.identity(state.left)
-        with tf.control_dependencies([*finished, before]):
-            arrived = stamp_time(state.arrived)
-        local_times = state.times[everyone.rank]
-        with tf.control_dependencies([arrived]):
-            count = tf.cast(counter, tf.float64)
-            skips = streak.to_tensor()
-        sent = tf.concat([local_times, [count], skips], 0)
-        gathered = everyone.all_gather(sent)
-        with tf.control_dependencies([gathered]):
-            left = stamp_time(state.left)
-        idle, total = left - arrived, left - before
-        local_times += tf.where(before > 0, tf.stack([idle, total]), [0, 0])
-        times, rank = gathered[:, :2], everyone.rank
-        state.times.assign(
-            tf.concat([times[:rank], [local_times], times[rank + 1 :]], 0)
+        count = tf.cast(counter, tf.float64)
+        gathered = everyone.all_gather(
+            tf.concat([[count], streak.to_tensor()], 0)
         )
         if state.accelerator is not None:
-            counts = gathered[self.roles.workers[0], 2:]
+            counts = gathered[self.roles.workers[0]]
             counter.assign(tf.cast(counts[0], counter.dtype))
             streak.assign(counts[1:], step.gradient_paths())
 
@@ -344,21 +359,10 @@ class AcceleratedEstimator(Estimator):
 
     @override
     def rows(self) -> list[tuple[str, str]]:
-        waiting = ", ".join(f"{share:.0%}" for share in self.idle_share())
-        if self.job.topology.hint == "nccl":
-            waiting += " (wall time of the hosts; includes pending GPU work)"
         return [
             ("Workers", ", ".join(map(str, self.roles.workers))),
             ("Accelerators", ", ".join(map(str, self.roles.accelerators))),
-            ("Time spent waiting", waiting),
         ]
-
-    @override
-    def idle_share(self) -> np.ndarray:
-        if not self.states:
-            return np.zeros(len(self.roles.workers))
-        idle, whole = self.states[0].times.numpy().T
-        return np.asarray(idle / np.maximum(whole, 1e-9))
 
     @override
     def estimation_state_bytes(self, state: RoleState) -> dict[str, int]:
@@ -396,3 +400,107 @@ class AcceleratedEstimator(Estimator):
             plain["projections"] = 0
             estimation["projections"] = FinalUpdate.change_bytes(layout)
         return plain, estimation
+
+
+# ---------------------------------------------------- messages
+def hand_over(
+    spectrum: Spectrum | None,
+    layout: Layout,
+    roles: Roles,
+    everyone: Communicator,
+) -> tuple[tf.Tensor, tf.Tensor] | None:
+    """Send each worker its block of V^T, and all Ritz values.
+
+    On an accelerator, `spectrum` has its slices, and None is returned. On a
+    worker, returns the Ritz values and the block.
+    """
+    dtype, rank = layout.geometry.dtype, everyone.rank
+    first = roles.accelerators[0]
+    values = everyone.broadcast(
+        None if spectrum is None else [spectrum.values],
+        [tf.TensorSpec([layout.geometry.directions], dtype)],
+        first,
+        (*roles.workers, first),
+    )
+    received_pieces: list[tf.Tensor] = []
+    for worker, accelerator, rows, elements, start in pieces(layout, roles):
+        shape = [rows.stop - rows.start, elements.stop - elements.start]
+        piece = None
+        if spectrum is not None and rank == accelerator:
+            local = slice(elements.start - start, elements.stop - start)
+            piece = [spectrum.rows[rows, local]]
+        received = everyone.broadcast(
+            piece,
+            [tf.TensorSpec(shape, dtype)],
+            accelerator,
+            (worker, accelerator),
+        )
+        if rank == worker and received is not None:
+            received_pieces += received
+    if values is None or not roles.trains(rank):
+        return None
+    block = tf.zeros([0, 0], dtype)
+    if received_pieces:
+        block = tf.concat(received_pieces, 1)
+    padding = [
+        [0, size - present]
+        for size, present in zip(layout.shape, block.shape, strict=True)
+    ]
+    return values[0], tf.pad(block, padding)
+
+
+def pieces(
+    layout: Layout, roles: Roles
+) -> Iterator[tuple[int, int, slice, slice, int]]:
+    """Yield the pieces of V^T that accelerators send to workers.
+
+    Yields (worker, accelerator, directions, elements, first element on the
+    accelerator).
+    """
+    shards = layout.geometry.slices(len(roles.accelerators))
+    for position, worker in enumerate(roles.workers):
+        rows, elements = layout.ranges(position)
+        for index, accelerator in enumerate(roles.accelerators):
+            sent = shards.range(index)
+            start = max(elements.start, sent.start)
+            stop = min(elements.stop, sent.stop)
+            if start < stop and rows.start < rows.stop:
+                yield worker, accelerator, rows, slice(start, stop), sent.start
+
+
+def piece_bytes(layout: Layout, roles: Roles, rank: int) -> int:
+    """Bytes that a replica receives in `hand_over`."""
+    item = layout.geometry.dtype.size
+    count = layout.geometry.directions if roles.trains(rank) else 0
+    for worker, _, rows, elements, _ in pieces(layout, roles):
+        if worker == rank:
+            count += (rows.stop - rows.start) * (elements.stop - elements.start)
+    return count * item
+
+
+def all_variables(model: keras.Model) -> list[keras.Variable]:
+    """The variables of a model, grouped by wire dtype."""
+    return sorted(
+        [*model.trainable_variables, *model.non_trainable_variables],
+        key=lambda v: str(wire_type(v)),
+    )
+
+
+def wire_type(variable: keras.Variable) -> tf.DType:
+    """Dtype in which a variable is sent: its own if floating, else int64."""
+    dtype = tf.as_dtype(variable.dtype)
+    return dtype if dtype.is_floating else tf.int64
+
+
+def tap_moments(
+    layer: keras.layers.Layer, total: Callable[[tf.Tensor], tf.Tensor]
+) -> None:
+    """Sum the moments of a layer by `total` in training steps."""
+
+    def moments(original: Callable[..., Any], /, *args: Any) -> Any:
+        if not capturing():
+            return original(*args)
+        with exact_second_derivatives(total):
+            return original(*args)
+
+    replace_moments(layer, moments)

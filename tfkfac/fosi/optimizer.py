@@ -211,19 +211,3 @@ class FOSI(SecondOrderOptimizer):
             sizes, flags, times) are not counted.
         """
         return super().communication_bytes()
-
-    def idle_share(self) -> np.ndarray:
-        """Return the fraction of time that each replica waited.
-
-        Counted is waiting for other replicas at the end of a step, from the
-        second step on. A high value on workers means that the accelerators are
-        too slow for `update_interval`; on accelerators, that fewer suffice.
-        Times are wall times of the host: pending work of a GPU counts as
-        waiting. Not tested on GPUs.
-
-        Returns:
-            A number in [0, 1] for each replica, workers first; zeros without
-            accelerators.
-        """
-        self._check_built()
-        return self.method.estimator.idle_share()

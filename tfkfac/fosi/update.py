@@ -12,8 +12,7 @@ from tfkfac.compat.optimizers import sgd_momenta
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.fosi.layouts import SubspaceStep, zero_unless_finite
-from tfkfac.fosi.schedule import NewtonRate
-from tfkfac.fosi.subspace import State
+from tfkfac.fosi.subspace import NewtonRate, State
 from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step, Update, places_of

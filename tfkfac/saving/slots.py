@@ -17,11 +17,13 @@ _planned = contextvars.ContextVar("planned", default=False)
 class Slots(Tracked):
     """Group of state tensors of a replica, declared by `slot`.
 
-    `common` has fields of `Entry` for all slots.
+    `common` has fields of `Entry` for all slots. With `saved=False`, no slot is
+    in files.
     """
 
-    def __init__(self, name: str, **common: Any) -> None:
+    def __init__(self, name: str, saved: bool = True, **common: Any) -> None:
         super().__init__(name=name)
+        self._saved = saved
         self._declared = _Declared(common)
 
     def slot(
@@ -47,7 +49,7 @@ class Slots(Tracked):
             initial = _initial(value, shape, dtype)
             variable = state_variable(initial, dtype, name)
         declared.initial_values.append((variable, value))
-        if saved:
+        if saved and self._saved:
             given = {"layer": "", **declared.common, **fields}
             entry = Entry(name=name, variable=variable, **given)
             declared.entries.append(entry)
