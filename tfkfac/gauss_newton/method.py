@@ -12,8 +12,7 @@ from tfkfac.capture.model_taps import ForwardTap
 from tfkfac.compat.graphs import Tracked
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import all_reduce_bytes
-from tfkfac.gauss_newton.jacobian import activations
-from tfkfac.gauss_newton.objective import Objective, Point
+from tfkfac.gauss_newton.objective import Jacobian, Objective, activations
 from tfkfac.gauss_newton.solve import (
     NormalEquations,
     ParameterSpace,
@@ -152,11 +151,15 @@ class GaussNewtonMethod(Method):
             checks = [self.limits.check_residuals(residuals)]
         with tf.control_dependencies(checks):
             limits = self.limits
-            point = objective.point(limits.block, limits.pass_examples)
+            before, jacobian = objective.at_weights(
+                limits.block, limits.pass_examples
+            )
         state = self.job.local_state(self.states)
-        gradients_of = self.drop_gradients(step, point.loss)
+        gradients_of = self.drop_gradients(step, before)
         searches = [
-            functools.partial(self.search, space, objective, point, state)
+            functools.partial(
+                self.search, space, objective, before, jacobian, state
+            )
             for space in spaces
         ]
 
@@ -193,19 +196,22 @@ class GaussNewtonMethod(Method):
         return gradients
 
     def search(
-        self, space: str, objective: Objective, point: Point, state: State
+        self,
+        space: str,
+        objective: Objective,
+        before: tf.Tensor,
+        jacobian: Jacobian,
+        state: State,
     ) -> Search:
         """Try dampings in a space until a step lowers the loss."""
-        jacobian = point.jacobian
         equations: NormalEquations
         derivatives: Callable[[tf.Tensor], tf.Tensor]
         if space == RESIDUALS:
             residuals = jacobian.residuals()
             equations = ResidualSpace(jacobian.matrix(), residuals)
-            before = point.loss
             derivatives = jacobian.second_derivatives
         else:
-            equations, before = self.sum_squares(objective, point)
+            equations, before = self.sum_squares(objective, before, jacobian)
 
             def derivatives(change: tf.Tensor) -> tf.Tensor:
                 vector = jacobian.second_derivatives(change)
@@ -225,11 +231,11 @@ class GaussNewtonMethod(Method):
         )
 
     def sum_squares(
-        self, objective: Objective, point: Point
+        self, objective: Objective, loss: tf.Tensor, jacobian: Jacobian
     ) -> tuple[NormalEquations, tf.Tensor]:
         """Sum `K^T K`, `K^T r` and the loss over all replicas."""
-        matrix, gradient = point.jacobian.gram_matrix()
-        matrix, gradient, before = objective.total(matrix, gradient, point.loss)
+        matrix, gradient = jacobian.gram_matrix()
+        matrix, gradient, before = objective.total(matrix, gradient, loss)
         # Diagonal of R, the Hessian of the L2 penalties.
         ridge = self.space.join(
             [
@@ -240,7 +246,7 @@ class GaussNewtonMethod(Method):
         diagonal = tf.linalg.diag_part(matrix) + ridge
         equations = ParameterSpace(
             tf.linalg.set_diag(matrix, diagonal),
-            gradient + ridge * self.space.join(point.jacobian.values),
+            gradient + ridge * self.space.join(jacobian.values),
         )
         return equations, before
 

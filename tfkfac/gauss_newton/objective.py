@@ -1,35 +1,308 @@
-"""Loss of a batch as a function of the weights, and its Jacobian."""
+"""Loss of a batch as a function of the weights, and its Jacobian.
+
+The outputs y are the tensors that the losses use: outputs of the model, or the
+logits behind them. With the Hessian `B B^T` of the loss L at y and `J = dy/dw`,
+the rows are `K = B^T J`. The residuals r are the least-norm solution of
+`B r = dL/dy`. The backward pass of an example is traced once and vectorised
+over examples and outputs. It runs in blocks of rows to limit memory.
+"""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfkfac.capture.model_taps import ForwardCall, ForwardTap, paused
+from tfkfac.capture.walk import needs_loop
+from tfkfac.compat.graphs import count_scalars
+from tfkfac.compat.losses import logits_of
 from tfkfac.curvature.gauss_newton import Reading
-from tfkfac.curvature.hessian import tape
+from tfkfac.curvature.hessian import dense, tape
 from tfkfac.fisher.distributions import Output, output_of
-from tfkfac.fisher.roots import root_of
-from tfkfac.gauss_newton.jacobian import Jacobian, LossInput, Rows
+from tfkfac.fisher.roots import Root, root_of
 from tfkfac.gauss_newton.support import check_call
-from tfkfac.linalg.symmetric import pack, unpack
+from tfkfac.linalg.symmetric import band_shapes, bands, from_bands, pack, unpack
 from tfkfac.linalg.vectors import FlatSpace
-from tfkfac.loss.batch import find_call, loss_of_outputs, replay_loss
+from tfkfac.loss.batch import (
+    find_call,
+    loss_of_outputs,
+    replay_loss,
+    stateless,
+)
 from tfkfac.loss.terms import LossTerms
 from tfkfac.shell.conditions import Conditions
 from tfkfac.training.step import Step
 
-
-class Point(NamedTuple):
-    """The loss of this replica's examples at the current weights."""
-
-    loss: tf.Tensor  # float64 scalar
-    jacobian: Jacobian  # of the residuals
+# Finite-difference step of the second derivatives, as a fraction of the step.
+# Rounding errors grow with the inverse square of this fraction, truncation
+# errors with its square.
+_DIFFERENCE_FRACTION = 0.1
 
 
+class LossInput(NamedTuple):
+    """A model output, or its logits, that one loss uses."""
+
+    position: int  # index of the model's output
+    is_logits: bool  # true for the logits of that output
+    output: tf.Tensor  # value of the output or logits
+    slopes: tf.Tensor  # gradient of the loss, `(examples, outputs)`
+    root: Root  # root B of the Hessian of the loss
+    size: int  # number of outputs per example
+
+
+class Rows(NamedTuple):
+    """Examples, and the function that computes their outputs.
+
+    In `fit` the examples are the batch, in `minimize` the points of one
+    condition. The outputs of an example must not depend on other examples.
+    """
+
+    # Function from points to outputs, by index of the model's output.
+    outputs: Callable[[Sequence[tf.Tensor]], Mapping[int, tf.Tensor]]
+    points: Sequence[tf.Tensor]  # inputs, with one batch axis
+    indices: Sequence[int]  # indices of the model's outputs
+    size: int  # number of residuals per example
+    loss_inputs: Sequence[LossInput] = ()  # uses of the outputs by losses
+
+    @property
+    def examples(self) -> int | tf.Tensor:
+        """Number of examples; a tensor if not static."""
+        size: int | None = self.points[0].shape[0]
+        return tf.shape(self.points[0])[0] if size is None else size
+
+    def with_inputs(self, inputs: Sequence[LossInput]) -> "Rows":
+        """Return a copy with the loss inputs that use these outputs."""
+        used = [x for x in inputs if x.position in self.indices]
+        return self._replace(loss_inputs=used)
+
+    def concat_outputs(self, outputs: Mapping[int, tf.Tensor]) -> tf.Tensor:
+        """Concatenate the outputs y that the losses use, `(examples, size)`."""
+        columns = []
+        for loss_input in self.loss_inputs:
+            output = outputs[loss_input.position]
+            output = logits_of(output) if loss_input.is_logits else output
+            columns.append(flat_output(output, loss_input))
+        return tf.concat(columns, 1)
+
+    def apply_root(
+        self, rows: tf.Tensor, first: Any = 0, end: tf.Tensor | None = None
+    ) -> tf.Tensor:
+        """`B^T` times rows `(examples, size, n)` of examples `[first, end)`."""
+        end = tf.shape(rows)[0] if end is None else end
+        columns = tf.split(rows, [x.size for x in self.loss_inputs], 1)
+        pairs = zip(self.loss_inputs, columns, strict=True)
+        return tf.concat([i.root.times(c, first, end) for i, c in pairs], 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Jacobian:
+    """The Jacobian K of the residuals of a batch, computed in blocks.
+
+    The number of residuals is m, the number of weights n.
+    """
+
+    model: keras.Model
+    rows: Sequence[Rows]
+    weights: Sequence[keras.Variable]
+    values: Sequence[tf.Tensor]  # values of the weights
+    space: FlatSpace  # conversion of the weights to flat vectors
+    block: int  # rows per block
+    max_examples: int  # upper bound: examples of one backward pass
+
+    def matrix(self) -> tf.Tensor:
+        """The Jacobian K, `(m, n)`."""
+        rows = [r.apply_root(self._output_rows(r)(0, None)) for r in self.rows]
+        return tf.concat(list(map(flat, rows)), 0)
+
+    def residuals(self) -> tf.Tensor:
+        """The residuals r, `(m,)`."""
+        by_rows = [
+            tf.concat([r.root.residuals(r.slopes) for r in rows.loss_inputs], 1)
+            for rows in self.rows
+        ]
+        return tf.concat([tf.reshape(r, [-1]) for r in by_rows], 0)
+
+    def gram_matrix(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return `K^T K`, `(n, n)`, and the gradient of the loss, `(n,)`."""
+        size, dtype = self.space.size, self.space.dtype
+        shapes = [size], *band_shapes(size)
+        sums: Sequence[tf.Tensor] = [tf.zeros(s, dtype) for s in shapes]
+        for rows in self.rows:
+            sums = self._add_gram(rows, sums)
+        return from_bands(sums[1:]), sums[0]
+
+    def _add_gram(
+        self, rows: Rows, sums: Sequence[tf.Tensor]
+    ) -> Sequence[tf.Tensor]:
+        """Add `J^T dL/dy` and the bands of `K^T K`, block by block."""
+        output_rows, examples = self._output_rows(rows), rows.examples
+        slopes = tf.concat([x.slopes for x in rows.loss_inputs], 1)
+        block = max(self.block // rows.size, 1)
+
+        def add(first: tf.Tensor, gradient: tf.Tensor, *sums: Any) -> Any:
+            end = tf.minimum(first + block, examples)
+            jacobian = output_rows(first, end)
+            column = tf.reshape(slopes[first:end], [-1, 1])
+            gradient += tf.matmul(flat(jacobian), column, transpose_a=True)[
+                :, 0
+            ]
+            new = bands(flat(rows.apply_root(jacobian, first, end)))
+            return end, gradient, *map(tf.add, sums, new)
+
+        _, *sums = tf.while_loop(
+            lambda first, *_: first < examples,
+            add,
+            (tf.constant(0), *sums),
+            parallel_iterations=1,
+        )
+        return sums
+
+    def second_derivatives(self, change: tf.Tensor) -> tf.Tensor:
+        """`B^T y''`, `(m,)`: second derivatives of the outputs along a change.
+
+        Central differences: two forward passes.
+        """
+
+        @functools.partial(tf.function, autograph=False)
+        def outputs(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            return [self._outputs(r, r.points, values) for r in self.rows]
+
+        deltas = self.space.split(_DIFFERENCE_FRACTION * change)
+        pairs = list(zip(self.values, deltas, strict=True))
+        plus = outputs([v + delta for v, delta in pairs])
+        minus = outputs([v - delta for v, delta in pairs])
+        center = [
+            tf.concat([flat_output(r.output, r) for r in rows.loss_inputs], 1)
+            for rows in self.rows
+        ]
+        square = _DIFFERENCE_FRACTION**2
+        weighed = [
+            rows.apply_root(((p - 2 * y + q) / square)[..., None])
+            for rows, p, y, q in zip(
+                self.rows, plus, center, minus, strict=True
+            )
+        ]
+        return tf.concat([tf.reshape(y, [-1]) for y in weighed], 0)
+
+    def pull(self, vector: tf.Tensor) -> tf.Tensor:
+        """`K^T v` for v of shape `(m,)`, by blockwise backward passes."""
+        sizes = [rows.size * rows.examples for rows in self.rows]
+        pairs = zip(self.rows, tf.split(vector, sizes), strict=True)
+        return tf.add_n([self._pull(rows, v) for rows, v in pairs])
+
+    def _pull(self, rows: Rows, vector: tf.Tensor) -> tf.Tensor:
+        """`K^T` times a vector for the rows K of one `Rows`."""
+        vector = tf.reshape(vector, [-1, rows.size])
+
+        def add(first: tf.Tensor, total: tf.Tensor) -> Any:
+            end = tf.minimum(first + self.max_examples, rows.examples)
+            points = [x[first:end] for x in rows.points]
+            with tape() as back:
+                back.watch(self.values)
+                outputs = self._outputs(rows, points, self.values)
+                weighed = rows.apply_root(outputs[..., None], first, end)[
+                    ..., 0
+                ]
+            slopes = back.gradient(
+                weighed, self.values, output_gradients=vector[first:end]
+            )
+            return end, total + self.space.join(dense(slopes))
+
+        _, total = tf.while_loop(
+            lambda first, _: first < rows.examples,
+            add,
+            (tf.constant(0), tf.zeros([self.space.size], self.space.dtype)),
+            parallel_iterations=1,
+        )
+        return total
+
+    def _output_rows(self, rows: Rows) -> Callable[..., tf.Tensor]:
+        """Return a function from a range of examples to J of their outputs.
+
+        J has shape `(examples, size, n)`. The function is traced when first
+        called.
+        """
+        seeds = tf.eye(rows.size, dtype=self.space.dtype)
+        loop, dtype = needs_loop(self.model), self.space.dtype
+
+        def trace(points: Any, values: Any) -> tf.Tensor:
+            count = tf.shape(points[0])[0]
+            if rows.size > 1:
+                points = [tf.repeat(x, rows.size, 0) for x in points]
+            pairs = (points, tf.tile(seeds, [count, 1]))
+
+            def row(pair: Any) -> tf.Tensor:
+                points, seed = pair
+                return self._row(rows, points, seed, values)
+
+            if loop:
+                return tf.map_fn(row, pairs, fn_output_signature=dtype)
+            return tf.vectorized_map(row, pairs)
+
+        traced = tf.function(trace, autograph=False, reduce_retracing=True)
+
+        def output_rows(first: Any, end: tf.Tensor | None) -> tf.Tensor:
+            points = [x[first:end] for x in rows.points]
+            jacobian = traced(points, list(self.values))
+            return tf.reshape(jacobian, [-1, rows.size, self.space.size])
+
+        return output_rows
+
+    def _row(self, rows: Rows, points: Any, seed: Any, values: Any) -> Any:
+        """Gradient of `seed^T y` for the outputs y of one example."""
+        with tape() as back:
+            back.watch(values)
+            outputs = self._outputs(rows, [p[None] for p in points], values)
+        slopes = back.gradient(outputs, values, output_gradients=seed[None])
+        return self.space.join(dense(slopes))
+
+    def _outputs(
+        self,
+        rows: Rows,
+        points: Sequence[tf.Tensor],
+        values: Sequence[tf.Tensor],
+    ) -> tf.Tensor:
+        """The outputs y of examples for given values of the weights."""
+        mapping = list(zip(self.weights, values, strict=True))
+        with stateless(self.model, mapping):
+            return rows.concat_outputs(rows.outputs(points))
+
+
+def flat_output(output: tf.Tensor, loss_input: LossInput) -> tf.Tensor:
+    """Reshape to `(examples, outputs)` and cast to the dtype of the slopes."""
+    return tf.cast(
+        tf.reshape(output, [-1, loss_input.size]), loss_input.slopes.dtype
+    )
+
+
+def activations(model: keras.Model, rows: Rows) -> int:
+    """Number of scalars that a forward pass computes per example.
+
+    0 for models that need a loop, which stores those of few examples only.
+    """
+    if needs_loop(model):
+        return 0
+
+    def forward(*points: tf.Tensor) -> Any:
+        # Use tensors: a tape in the model's `call` would watch variables.
+        mapping = [(v, tf.identity(v.value)) for v in model.trainable_variables]
+        with stateless(model, mapping):
+            return rows.outputs(points)
+
+    specs = [tf.TensorSpec((1, *x.shape[1:]), x.dtype) for x in rows.points]
+    return count_scalars(forward, specs)
+
+
+def flat(rows: tf.Tensor) -> tf.Tensor:
+    """Reshape rows `(examples, outputs, n)` to a matrix."""
+    return tf.reshape(rows, [-1, rows.shape[-1]])
+
+
+# -------------------------------------------------------- objective
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """The loss of a batch as a function of the weights."""
@@ -72,11 +345,14 @@ class Objective:
         dtypes = [tf.as_dtype(c.loss.dtype) for c in calls if c is not None]
         return min([self.space.dtype, *dtypes], key=lambda dtype: dtype.size)
 
-    def point(self, block: int, max_examples: int) -> Point:
-        """Compute the loss and the Jacobian at the current weights.
+    def at_weights(
+        self, block: int, max_examples: int
+    ) -> tuple[tf.Tensor, Jacobian]:
+        """Return the loss, float64, and the Jacobian at the current weights.
 
-        Uses the outputs of the forward pass of the training step. `block` is
-        the number of rows per block of the Jacobian.
+        They are those of this replica's examples. Uses the outputs of the
+        forward pass of the training step. `block` is the number of rows per
+        block of the Jacobian.
         """
         model, dtype = self.step.job.model, self.space.dtype
         values = [tf.identity(v.value) for v in self.weights]
@@ -84,29 +360,19 @@ class Objective:
         with tape(persistent=True) as back:
             flat = keras.tree.flatten(self.call.outputs)
             readings = [Reading(back) for _ in flat]
-            outputs = keras.tree.pack_sequence_as(
-                self.call.outputs,
-                [
-                    r.cut(output)
-                    for r, output in zip(readings, flat, strict=True)
-                ],
-            )
+            leaves = [r.cut(y) for r, y in zip(readings, flat, strict=True)]
+            outputs = keras.tree.pack_sequence_as(self.call.outputs, leaves)
             with paused(), keras.StatelessScope(mapping, collect_losses=True):
                 loss = loss_of_outputs(
                     model, self.arguments, outputs, self.step.loss.shares
                 )
         slopes = back.gradient(loss, [r.leaves for r in readings])
         inputs = find_loss_inputs(self.step, self.call, readings, slopes, dtype)
-        rows = [
-            r._replace(
-                loss_inputs=[x for x in inputs if x.position in r.indices]
-            )
-            for r in self.rows
-        ]
+        rows = [r.with_inputs(inputs) for r in self.rows]
         jacobian = Jacobian(
             model, rows, self.weights, values, self.space, block, max_examples
         )
-        return Point(as_float64(loss), jacobian)
+        return as_float64(loss), jacobian
 
     def loss_after(self, change: tf.Tensor) -> tf.Tensor:
         """Sum of the losses of all replicas after a change of the weights."""

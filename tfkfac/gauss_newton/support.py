@@ -16,7 +16,6 @@ from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.capture.walk import walk
 from tfkfac.compat.losses import loss_function
 from tfkfac.fisher.distributions import output_of
-from tfkfac.gauss_newton.jacobian import block_examples
 from tfkfac.loss.batch import changed_layers
 from tfkfac.loss.terms import LossTerms
 from tfkfac.shell.model import uses_xla
@@ -201,6 +200,9 @@ MAX_STORED = 2**23
 _NEED = "{}"
 
 
+_MIN_BLOCK_ROWS = 256
+
+
 class Limits(NamedTuple):
     """Sizes of a step, and its limit of memory."""
 
@@ -219,9 +221,16 @@ class Limits(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Rows per block in the space of parameters."""
-        examples = block_examples(self.weights, self.outputs, self.activations)
-        return examples * self.outputs
+        """Rows per block in the space of parameters: those of some examples.
+
+        Small blocks stay in the processor's cache. With fewer rows than
+        weights, summing `K^T K` of the blocks takes as long as computing it.
+        Activations use memory and time as well, so the block shrinks by the
+        factor `2 weights / (2 weights + activations)`.
+        """
+        fraction = 2 * self.weights / (2 * self.weights + self.activations)
+        rows = int(max(self.weights, _MIN_BLOCK_ROWS) * fraction)
+        return max(rows // self.outputs, 1) * self.outputs
 
     @property
     def pass_examples(self) -> int:
