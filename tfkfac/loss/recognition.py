@@ -127,20 +127,12 @@ def _bernoulli(y: tf.Tensor, p: tf.Tensor) -> tf.Tensor:
     return -y * tf.math.log(p) - (1 - y) * tf.math.log(1 - p)
 
 
-def _sigmoid(y: tf.Tensor, z: tf.Tensor) -> tf.Tensor:
-    return tf.nn.sigmoid_cross_entropy_with_logits(labels=y, logits=z)
-
-
-def _categorical(y: tf.Tensor, z: tf.Tensor) -> tf.Tensor:
-    return -y * tf.math.log(tf.clip_by_value(_normalized(z), _EPSILON, 1))
-
-
 def _normalized(z: tf.Tensor) -> tf.Tensor:
-    return tf.math.divide_no_nan(z, tf.reduce_sum(z, -1, keepdims=True))
+    return tf.math.divide_no_nan(z, _row_sum(z))
 
 
-def _mass(y: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_sum(y, -1, keepdims=True)
+def _row_sum(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_sum(tensor, -1, keepdims=True)
 
 
 _NORMAL = _Form(
@@ -157,32 +149,36 @@ _BERNOULLI = _Form(
 )
 _BERNOULLI_LOGITS = _Form(
     BERNOULLI_LOGITS,
-    _sigmoid,
+    lambda y, z: tf.nn.sigmoid_cross_entropy_with_logits(labels=y, logits=z),
     lambda y, z: tf.sigmoid(z) - y,
     lambda z, g: g,
 )
 # The outputs may be unnormalized: the loss may divide them by their sum.
 _CATEGORICAL = _Form(
     CATEGORICAL,
-    _categorical,
-    lambda y, z: _normalized(z) * _mass(y) - y,
-    lambda z, g: (
-        z * g - _normalized(z) * tf.reduce_sum(z * g, -1, keepdims=True)
+    lambda y, z: (
+        -y * tf.math.log(tf.clip_by_value(_normalized(z), _EPSILON, 1))
     ),
+    lambda y, z: _normalized(z) * _row_sum(y) - y,
+    lambda z, g: z * g - _normalized(z) * _row_sum(z * g),
     of_classes=True,
 )
 _CATEGORICAL_LOGITS = _Form(
     CATEGORICAL_LOGITS,
     lambda y, z: -y * tf.nn.log_softmax(z),
-    lambda y, z: tf.nn.softmax(z) * _mass(y) - y,
+    lambda y, z: tf.nn.softmax(z) * _row_sum(y) - y,
     lambda z, g: g,
     of_classes=True,
 )
 _LOGIT_FORMS = (_BERNOULLI_LOGITS, _CATEGORICAL_LOGITS)
+# The same likelihoods by the logits behind probabilities.
+_BEHIND_OUTPUTS = (
+    _BERNOULLI_LOGITS._replace(name=BERNOULLI, by_logits=True),
+    _CATEGORICAL_LOGITS._replace(name=CATEGORICAL, by_logits=True),
+)
 # Limits of compared terms and of outputs in them; number of terms below which
 # gradients are compared.
 _MAX_ROWS, _MAX_NUMBERS, _MIN_TERMS = 64, 4096, 4
-_COLUMNS = 7
 
 
 class _Labels(NamedTuple):
@@ -203,22 +199,14 @@ def compare_with_likelihoods(
     labels = _labels_of(call.y_true, leaves.output)
     if labels is None:
         return None
-    forms = _possible(labels.are_classes, leaves.logits is not None)
+    forms = [_NORMAL, *_LOGIT_FORMS, _BERNOULLI, _CATEGORICAL]
+    if leaves.logits is not None:  # the outputs are probabilities
+        forms = [*_BEHIND_OUTPUTS, _NORMAL, _BERNOULLI, _CATEGORICAL]
+    if labels.are_classes:
+        forms = [form for form in forms if form.of_classes]
     names = tuple(form.name for form in forms)
     sums = _Comparison(forms, leaves, reduction, labels).compare()
     return Recognition(names, tf.stop_gradient(sums))
-
-
-def _possible(are_classes: bool, have_logits: bool) -> list[_Form]:
-    """Return the candidate likelihoods, by the inputs of the loss."""
-    forms = [_NORMAL, *_LOGIT_FORMS, _BERNOULLI, _CATEGORICAL]
-    if have_logits:  # of probabilities: use the names for probabilities
-        logit_forms = [
-            form._replace(name=name, by_logits=True)
-            for form, name in zip(_LOGIT_FORMS, LOGITS, strict=True)
-        ]
-        forms = [*logit_forms, _NORMAL, _BERNOULLI, _CATEGORICAL]
-    return [form for form in forms if form.of_classes or not are_classes]
 
 
 class _Comparison:
@@ -253,9 +241,12 @@ class _Comparison:
         if not self._is_scalar:
             same = tf.equal(tf.shape(values)[:axes], shape)
             self.fit &= tf.reduce_all(same)
-        mask = _mask_of(reduction)
-        fits = mask is not None and mask.shape.rank == axes
-        self._mask = tf.reshape(mask, [-1]) if fits else None
+        self._mask, mask = None, reduction.mask
+        if mask is not None and values.shape.rank and mask.shape.rank:
+            if mask.shape.rank == values.shape.rank + 1:
+                mask = tf.squeeze(mask, -1)
+            if mask.shape.rank == axes:
+                self._mask = tf.reshape(tf.cast(mask, tf.bool), [-1])
         self._length = output.shape[axes:].num_elements()
         self._wide = tf.float64 if output.dtype == tf.float64 else tf.float32
 
@@ -272,8 +263,7 @@ class _Comparison:
     def _empty(self) -> tf.Tensor:
         """Return the sums without terms; "wrong" is 1 if shapes disagree."""
         wrong = tf.cast(tf.logical_not(self.fit), tf.float64)
-        row = tf.concat([[wrong], tf.zeros([_COLUMNS - 1], tf.float64)], 0)
-        return tf.tile(row[None], [len(self._forms), 1])
+        return tf.pad(tf.fill([len(self._forms), 1], wrong), [[0, 0], [0, 6]])
 
     # ------------------------------------------------------------- rows
     def _sample(self) -> tf.Tensor:
@@ -290,10 +280,7 @@ class _Comparison:
     def _row_values(self) -> tf.Tensor:
         """Return the loss value of each row, 0 for masked rows."""
         rows = tf.reshape(self._values, [self.terms, -1])
-        sums = tf.reduce_sum(rows, -1)
-        if self._mask is not None:
-            sums = tf.where(self._mask, sums, tf.zeros_like(sums))
-        return sums
+        return self._masked(tf.reduce_sum(rows, -1), None)
 
     def _rows(
         self, tensor: tf.Tensor, index: tf.Tensor | None = None
@@ -316,11 +303,11 @@ class _Comparison:
         logits = self._leaves.logits
         return logits if form.by_logits else self._leaves.output
 
-    def _masked(self, rows: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
+    def _masked(self, rows: tf.Tensor, index: tf.Tensor | None) -> tf.Tensor:
         """Set masked rows to 0."""
         if self._mask is None:
             return rows
-        keep = tf.gather(self._mask, index)
+        keep = _gather(self._mask, index)
         for _ in range(rows.shape.rank - 1):
             keep = keep[:, None]
         return tf.where(keep, rows, tf.zeros_like(rows))
@@ -360,11 +347,10 @@ class _Comparison:
         index = self._sample()
         y = self._label_rows(index)
         slopes = self._slopes()
-        value = _total(
-            self._values
-            if self._is_scalar
-            else tf.gather(self._row_values(), index)
-        )
+        values = self._values
+        if not self._is_scalar:
+            values = tf.gather(self._row_values(), index)
+        value = _total(values)
         rows = []
         for form in self._forms:
             g = slopes[form.by_logits]
@@ -421,27 +407,13 @@ class _Comparison:
             return {False: None, True: None}
         if output is not None and logits is not None:
             output = logits = None
-        return {
-            by_logits: None if g is None else tf.convert_to_tensor(g)
-            for by_logits, g in ((False, output), (True, logits))
-        }
+        return {False: output, True: logits}
 
     def _floor(self, form: _Form, outputs: tf.Tensor) -> tf.Tensor:
         """Return the rounding error of the negative log-likelihood."""
-        exact = form is _NORMAL
-        return (
-            tf.zeros([], tf.float64) if exact else _ROUNDING * _count(outputs)
-        )
-
-
-def _mask_of(reduction: Reduction) -> tf.Tensor | None:
-    """Return the mask in the shape of the values, or None."""
-    values, mask = reduction.values, reduction.mask
-    if mask is None or not values.shape.rank or mask.shape.rank is None:
-        return None
-    if mask.shape.rank == values.shape.rank + 1:
-        mask = tf.squeeze(mask, -1)
-    return tf.cast(mask, tf.bool)
+        if form is _NORMAL:
+            return tf.zeros([], tf.float64)
+        return _ROUNDING * _count(outputs)
 
 
 def _gather(rows: tf.Tensor, index: tf.Tensor | None) -> tf.Tensor:
