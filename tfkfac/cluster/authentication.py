@@ -103,17 +103,13 @@ class Greeting:
             raise ValueError("the cluster must be a list of strings")
         if not 0 <= index < len(addresses) or (index == 0) != knock:
             raise ValueError("the index must be of a worker except worker 0")
-        for i, address in enumerate(addresses):
-            if address or i in (0, index):
-                _check_address(address)
+        try:
+            for i, address in enumerate(addresses):
+                if address or i in (0, index):
+                    split_address(address)
+        except ValueError:
+            raise ValueError("an address is not 'host:port'") from None
         return cls(index, tuple(addresses), job, process, nonce, knock)
-
-
-def _check_address(address: str) -> None:
-    try:
-        split_address(address)
-    except ValueError:
-        raise ValueError("an address is not 'host:port'") from None
 
 
 class Session:

@@ -4,7 +4,6 @@ import copy
 import functools
 import os
 import signal
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -24,15 +23,16 @@ from tfkfac.cluster.config import (
 from tfkfac.cluster.launchers import KERAS, find_cluster
 from tfkfac.cluster.rendezvous import wait_for_all
 from tfkfac.cluster.stopping import Stopping
+from tfkfac.cluster.waiting import print_line
 from tfkfac.cluster.watch import Standstill, Watch
 from tfkfac.compat.data import global_seed
-from tfkfac.compat.strategies import ReducingStrategy, keep_handler
+from tfkfac.compat.strategies import keep_handler, repair
 
 Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 Options: TypeAlias = tf.distribute.experimental.CommunicationOptions
 
 
-class MultiWorkerMirroredStrategy(ReducingStrategy):
+class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """Synchronous training on several workers, with Keras 3.
 
     This class is `tf.distribute.MultiWorkerMirroredStrategy` with a `reduce`
@@ -134,11 +134,17 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
                 tf.random.set_seed(seed)
                 self.shuffle_seed = seed
             if resolver is None:
-                resolver = _make_resolver(cluster)
+                resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+                    tf.train.ClusterSpec({"worker": list(cluster.addresses)}),
+                    task_type="worker",
+                    task_id=cluster.index,
+                    rpc_layer="grpc",
+                )
                 _share_gpus(cluster)
             _bypass_proxy(cluster)
         with keep_handler(signal.SIGTERM):
             super().__init__(resolver, communication_options)
+            repair(self)
         if cluster is not None and connections:
             size = len(cluster.addresses)
             names = [cluster.name(index) for index in range(size)]
@@ -202,18 +208,13 @@ def _find_cluster(
         return None, _evaluator_resolver(resolver)
     size = 1 if cluster is None else len(cluster.addresses)
     if cluster is None or size == 1:
-        _log(f"this process trains alone: {where}.")
+        print_line(f"this process trains alone: {where}.")
     else:
-        first = cluster.addresses[0]
-        _log(
+        print_line(
             f"worker {cluster.index} of {size} by {where}; worker 0 is at "
-            f"{first}."
+            f"{cluster.addresses[0]}."
         )
     return cluster, resolver
-
-
-def _log(text: str) -> None:
-    print(f"tfkfac: {text}", file=sys.stderr)
 
 
 def _evaluator_resolver(resolver: Resolver) -> Resolver:
@@ -222,23 +223,13 @@ def _evaluator_resolver(resolver: Resolver) -> Resolver:
     With workers, TensorFlow aborts the evaluator's collectives when a worker
     ends.
     """
-    _log(
+    print_line(
         "this process is an evaluator: it takes no part in the workers' "
         "training and trains alone."
     )
     resolver = copy.copy(resolver)
     resolver.cluster_spec = functools.partial(tf.train.ClusterSpec, {})
     return resolver
-
-
-def _make_resolver(cluster: Cluster) -> Resolver:
-    """Convert a cluster to a TensorFlow resolver."""
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec({"worker": list(cluster.addresses)}),
-        task_type="worker",
-        task_id=cluster.index,
-        rpc_layer="grpc",
-    )
 
 
 def _bypass_proxy(cluster: Cluster) -> None:

@@ -33,6 +33,7 @@ from tfkfac.cluster.channel import (
     Message,
 )
 from tfkfac.cluster.config import Cluster
+from tfkfac.cluster.waiting import print_line
 from tfkfac.compat.strategies import abort_collectives, local_devices
 
 # Time for this worker to raise the same error by itself, for example for wrong
@@ -192,7 +193,7 @@ class Watch(Listener):
             if due.is_loss and not self.has_started:
                 self._terminate_at = time.monotonic() + _GRACE_PERIOD_S
         if due.is_fault:
-            print(f"tfkfac: {self._cause}", file=sys.stderr, flush=True)
+            print_line(self._cause)
         abort_collectives(self._cause)
 
     def _terminate(self) -> None:
@@ -297,11 +298,10 @@ class Standstill(Listener):
             self._locations[sender] = message["place"]
 
     def _print_locations(self) -> None:
-        lines = [f"tfkfac: no step has ended for {self._timeout_s:.0f} s."]
+        print_line(f"no step has ended for {self._timeout_s:.0f} s.")
         for index, name in enumerate(self._names):
             answer = self._locations.get(index, "does not answer")
-            lines.append(f"tfkfac: {name} {answer}")
-        print("\n".join(lines), file=sys.stderr, flush=True)
+            print_line(f"{name} {answer}")
         self._timeout_s *= 2
 
 

@@ -13,7 +13,6 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.ops import handle_data_util
-from typing_extensions import override
 
 from tfkfac.compat.data import copy_generated
 from tfkfac.compat.graphs import Sum, open_graphs
@@ -32,66 +31,17 @@ _REDUCIBLE = frozenset(
 )
 
 
-class ReducingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
-    """`MultiWorkerMirroredStrategy` with what `fit` of Keras 3 needs."""
-
-    @override
-    def reduce(
-        self,
-        reduce_op: tf.distribute.ReduceOp | str,
-        value: Any,
-        axis: int | None = None,
-    ) -> Any:
-        """Reduce per-replica values to a single value.
-
-        Extends `tf.distribute.Strategy.reduce`:
-
-        - `value` may be a nested structure of per-replica values.
-        - The `axis` of a scalar is ignored.
-        - Outside of a `tf.function` and without an `axis`, some values have no
-          mean: strings, booleans, small integers, sparse tensors, and shapes
-          that differ between replicas. Their mean is defined as the value of
-          the first local replica. Keras calls this to learn the shapes and
-          dtypes of a batch; batch sizes may differ between workers.
-
-        Args:
-            reduce_op: A `tf.distribute.ReduceOp` or its name.
-            value: A per-replica value or a structure of per-replica values.
-            axis: Axis to also reduce within each replica. Defaults to None.
-
-        Returns:
-            A tensor, or a structure of tensors like `value`.
-        """
-        return _reduce(self, super().reduce, reduce_op, value, axis)
-
-    @override
-    def experimental_distribute_dataset(
-        self, dataset: Any, options: tf.distribute.InputOptions | None = None
-    ) -> Any:
-        """Distribute a dataset over the replicas.
-
-        Extends `tf.distribute.Strategy.experimental_distribute_dataset`:
-        arrays of a Python generator are copied, see `copy_generated`.
-
-        Args:
-            dataset: A `tf.data.Dataset` with batches of all replicas together.
-            options: A `tf.distribute.InputOptions`.
-
-        Returns:
-            A `tf.distribute.DistributedDataset`.
-        """
-        return _distribute_dataset(
-            super().experimental_distribute_dataset, dataset, options
-        )
-
-
 def repair(strategy: _StrategyT) -> _StrategyT:
-    """Give an existing strategy the methods of `ReducingStrategy`.
+    """Make `fit` of Keras 3 work under a strategy.
 
     The change affects this object only; repeated calls have no effect. `fit`
     works with an unrepaired `tf.distribute.MirroredStrategy`, except if the
     first batch cannot be averaged over replicas (strings, booleans, or
     different batch sizes).
+
+    `strategy.reduce` then accepts a nested structure of per-replica values, and
+    ignores the `axis` of scalars. `experimental_distribute_dataset` copies the
+    arrays of Python generators, see `copy_generated`.
 
     Args:
         strategy: A `tf.distribute.MirroredStrategy` or a
@@ -126,9 +76,7 @@ def repair(strategy: _StrategyT) -> _StrategyT:
 def is_repaired(strategy: tf.distribute.Strategy) -> bool:
     """True if `strategy.reduce` is the `reduce` of this module."""
     method = strategy.reduce
-    return isinstance(strategy, ReducingStrategy) or (
-        isinstance(method, functools.partial) and method.func is _reduce
-    )
+    return isinstance(method, functools.partial) and method.func is _reduce
 
 
 def local_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
@@ -148,6 +96,15 @@ def _reduce(
     value: Any,
     axis: int | None = None,
 ) -> Any:
+    """Reduce a structure of per-replica values, each to a single value.
+
+    Outside of a `tf.function` and without an `axis`, some values have no mean:
+    strings, booleans, small integers, sparse tensors, and shapes that differ
+    between replicas. Their mean is defined as the value of the first local
+    replica. Keras calls this function to learn the shapes and dtypes of a
+    batch; batch sizes may differ between workers.
+    """
+
     def reduce_leaf(leaf: Any) -> Any:
         local = strategy.experimental_local_results(leaf)
         if tf.TensorShape(getattr(local[0], "shape", ())).rank == 0:
