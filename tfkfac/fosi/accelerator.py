@@ -1,7 +1,5 @@
 """State of an accelerator: a Lanczos estimation over many steps."""
 
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -13,7 +11,6 @@ from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.fosi.estimation import Estimation, Spectrum
 from tfkfac.fosi.layouts import Geometry
 from tfkfac.linalg.lanczos import Candidate, Krylov, Tridiagonal
-from tfkfac.loss.batch import LossBatch
 from tfkfac.saving.slots import Slots
 
 
@@ -26,14 +23,6 @@ class HeldBatches:
 
     def __init__(self) -> None:
         self._variables: dict[str, list[tf.Variable | None]] = {}
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the batches, 0 before the first."""
-        variables = itertools.chain(*self._variables.values())
-        return sum(
-            size_in_bytes(v.read_value()) for v in variables if v is not None
-        )
 
     def _pairs(self, batch: Any) -> list[tuple[tf.Variable | None, Any]]:
         """Leaves of a batch, each tensor with its variable."""
@@ -60,13 +49,6 @@ class HeldBatches:
         return tf.nest.pack_sequence_as(batch, values, expand_composites=True)
 
 
-def size_in_bytes(tensor: tf.Tensor) -> int:
-    """Bytes of the elements of an eager tensor."""
-    if tensor.dtype == tf.string:
-        return int(tf.reduce_sum(tf.strings.length(tensor)))
-    return int(tf.size(tensor)) * int(tensor.dtype.size)
-
-
 def held_variable(tensor: tf.Tensor) -> tf.Variable:
     """A variable for tensors of this dtype and shape, with any row count."""
     row_shape = tensor.shape.as_list()[1:]
@@ -80,14 +62,6 @@ def held_variable(tensor: tf.Tensor) -> tf.Variable:
 
 # Arguments of a model's call and of its loss, and this replica's loss shares.
 LossPoint = tuple[Any, ...]
-
-
-def loss_point(
-    batch: LossBatch, call: ForwardCall, shares: Sequence[tf.Tensor]
-) -> LossPoint:
-    """The inputs of a model and its loss, to differentiate the loss there."""
-    arguments = {k: v for k, v in batch.arguments.items() if k != "y_pred"}
-    return call.args, call.kwargs, arguments, tuple(shares)
 
 
 def describe(leaf: Any) -> Any:
@@ -127,11 +101,6 @@ class Accelerator(Slots):
             self.slot("candidate_rows", (), "int32"),
         )
         self._held = HeldBatches()
-
-    @property
-    def batch_bytes(self) -> int:
-        """Bytes of the kept batches."""
-        return self._held.bytes
 
     def begin(
         self, current: LossPoint, weights: tf.Tensor, estimation: Estimation

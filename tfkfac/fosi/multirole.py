@@ -28,7 +28,7 @@ from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.compat.overrides import replace_moments
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
 from tfkfac.distributed.topology import Roles, assign_roles
-from tfkfac.fosi.accelerator import Accelerator, loss_point
+from tfkfac.fosi.accelerator import Accelerator
 from tfkfac.fosi.estimation import (
     Estimation,
     Estimator,
@@ -273,7 +273,10 @@ class AcceleratedEstimator(Estimator):
         assert accelerator is not None
         geometry = state.layout.geometry
         estimation = Estimation(geometry, step.group, self.seed)
-        current = loss_point(step.batch, call, step.loss.shares)
+        arguments = dict(step.batch.arguments)
+        arguments.pop("y_pred", None)
+        shares = tuple(step.loss.shares)
+        current = call.args, call.kwargs, arguments, shares
 
         def begin() -> None:
             accelerator.begin(current, flat_weights(model), estimation)
@@ -372,9 +375,6 @@ class AcceleratedEstimator(Estimator):
         if state.accelerator is not None:
             copies = state.layout.geometry.size * state.layout.item
             basis = state.accelerator.bytes - copies
-            for local in self.states[:1]:  # of this replica
-                assert local.accelerator is not None
-                copies += local.accelerator.batch_bytes
         return {"basis": basis, "copies": copies}
 
     @override

@@ -184,15 +184,15 @@ class FOSI(SecondOrderOptimizer):
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of this replica's curvature state.
 
-        Requires a built model. The batch on an accelerator is counted from the
-        first step on.
+        Requires a built model. The batch that an accelerator keeps is not
+        counted.
 
         Returns:
             Bytes by key. "directions": directions and momentum. "basis": state
             of the Lanczos iteration; temporary, except on accelerators.
-            "copies": weights and batch of an estimation on accelerators;
-            weights and sum of gradients on workers with
-            `final_update="paper"`. "counters": all else. "total": their sum.
+            "copies": weights of an estimation on accelerators; weights and
+            sum of gradients on workers with `final_update="paper"`.
+            "counters": all else. "total": their sum.
         """
         return super().state_bytes()
 

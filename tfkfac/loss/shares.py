@@ -43,12 +43,6 @@ class LossMeasure(NamedTuple):
     weights: tuple[tf.Tensor, ...] = ()
     losses: tuple[LossTerms, ...] = ()
 
-    def shared(
-        self, share: tf.Tensor | None, shares: tuple[tf.Tensor, ...] = ()
-    ) -> "LossMeasure":
-        """Return a copy with other shares."""
-        return self._replace(share=share, shares=shares)
-
 
 def measure_loss(
     terms: tuple[LossTerms, ...],
@@ -74,10 +68,15 @@ def measure_loss(
     if not terms:
         scale = replicas / group.size
         share = None if scale == 1 else scale * one
-        measure = LossMeasure(
-            None, replicas * one, one, tf.constant(False), None
+        return LossMeasure(
+            None,
+            replicas * one,
+            one,
+            tf.constant(False),
+            None,
+            share,
+            () if share is None else (share,),
         )
-        return measure.shared(share, () if share is None else (share,))
     # One all-reduce for all numbers of all losses.
     numbers = [_numbers_to_sum(loss) for loss in terms]
     flat = iter(group.all_reduce([x for row in numbers for x in row.values()]))
@@ -101,9 +100,9 @@ def measure_loss(
         main = main._replace(weights=tuple(weights))
     main = main._replace(losses=tuple(x.losses[0] for x in measures))
     if replicas == group.size == 1:
-        return main.shared(None)
+        return main._replace(share=None)
     shares = [x.share for x in measures if x.share is not None]
-    return main.shared(main.share, tuple(shares))
+    return main._replace(shares=tuple(shares))
 
 
 def _numbers_to_sum(loss: LossTerms) -> dict[str, tf.Tensor]:
@@ -206,7 +205,7 @@ class LossScaling:
         self._scaler: weakref.ref[Any] | None = None
         self.is_wrapped = False
 
-    def know(self, scaler: Any) -> None:
+    def set_scaler(self, scaler: Any) -> None:
         """Set the `LossScaleOptimizer`; None if there is none."""
         self._scaler = None if scaler is None else weakref.ref(scaler)
 

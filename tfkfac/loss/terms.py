@@ -106,20 +106,6 @@ def check_labels(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> None:
         )
 
 
-class Unit(NamedTuple):
-    """Ratio of a loss value to the negative log-likelihood of its term.
-
-    Attributes:
-        value: The ratio. A `recognition` multiplies it by its own result.
-        likelihood: Name of the likelihood; None if unknown.
-        recognition: Comparison that decides per batch, for an unknown loss.
-    """
-
-    value: float | tf.Tensor = 1.0
-    likelihood: str | None = None
-    recognition: Recognition | None = None
-
-
 def register_loss(loss: Any, factor: float | None, is_mean: bool) -> None:
     """Register a class or function of losses, with the fields of `Known`.
 
@@ -140,27 +126,34 @@ def needs_recognition(loss: keras.losses.Loss) -> bool:
     return look_up(_known, loss) is None and not is_of_keras(loss)
 
 
-def natural_unit(call: LossCall) -> Unit:
-    """Return the unit of a loss; 1 if Keras does not reduce its values."""
-    y_pred, reduction = call.y_pred, call.reduction
-    if not tf.is_tensor(y_pred) or not y_pred.shape.rank or reduction is None:
-        return Unit()
+def find_unit(
+    call: LossCall, reduction: Reduction
+) -> tuple[float | tf.Tensor, str | None, Recognition | None]:
+    """Return the unit of a loss, its likelihood, and a comparison.
+
+    The unit is the ratio of a loss value to the negative log-likelihood of its
+    term. For an unknown loss it is 1, to be multiplied by the result of the
+    comparison with likelihoods in this batch.
+    """
+    y_pred = call.y_pred
+    if not tf.is_tensor(y_pred) or not y_pred.shape.rank:
+        return 1.0, None, None
     known = look_up(_known, call.loss)
     if known is not None:
         features = 1.0
         if known.is_mean:
             features = _features(y_pred, reduction.values)
         name = _likelihood(known.likelihood, call.loss, y_pred)
-        return Unit(known.factor / features, name)
+        return known.factor / features, name, None
     if call.leaves is None:
-        return Unit()
+        return 1.0, None, None
     with paused():
         recognition = compare_with_likelihoods(call, call.leaves, reduction)
     if recognition is not None:
         keys = {type(call.loss), loss_function(call.loss)}
         is_reported = not keys & _registered
         recognition = recognition._replace(is_reported=is_reported)
-    return Unit(recognition=recognition)
+    return 1.0, None, recognition
 
 
 def _likelihood(
@@ -315,7 +308,7 @@ def _terms_of(
     call: LossCall, reduction: Reduction, weight: float | tf.Tensor
 ) -> LossTerms:
     values = reduction.values
-    unit, likelihood, recognition = natural_unit(call)
+    unit, likelihood, recognition = find_unit(call, reduction)
     # A positive unit keeps the sign of a negative loss weight in the step.
     scale = tf.abs(_wide(weight)) * _wide(unit)
     value = tf.cast(call.result, values.dtype) * tf.cast(weight, values.dtype)

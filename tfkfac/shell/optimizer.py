@@ -173,7 +173,7 @@ class SecondOrderOptimizer(AveragingOptimizer):
         check_settings(model, loss_scaler)
         self._check_variables(model)
         detach(model, self.method)
-        self._scaling.know(loss_scaler)
+        self._scaling.set_scaler(loss_scaler)
         if self._job is None:
             self._job = Job(
                 self.name,
