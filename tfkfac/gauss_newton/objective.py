@@ -27,12 +27,7 @@ from tfkfac.fisher.roots import Root, root_of
 from tfkfac.gauss_newton.support import check_call
 from tfkfac.linalg.symmetric import band_shapes, bands, from_bands, pack, unpack
 from tfkfac.linalg.vectors import FlatSpace
-from tfkfac.loss.batch import (
-    find_call,
-    loss_of_outputs,
-    replay_loss,
-    stateless,
-)
+from tfkfac.loss.batch import find_call, loss_of_outputs, replay_loss, stateless
 from tfkfac.loss.terms import LossTerms
 from tfkfac.shell.conditions import Conditions
 from tfkfac.training.step import Step

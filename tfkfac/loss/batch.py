@@ -20,11 +20,7 @@ from tfkfac.capture.model_taps import (
 from tfkfac.capture.walk import walk
 from tfkfac.compat.graphs import kept_variables
 from tfkfac.compat.losses import observed_losses
-from tfkfac.compat.models import (
-    call_takes_training,
-    kept_losses,
-    losing_layers,
-)
+from tfkfac.compat.models import call_takes_training, kept_losses, losing_layers
 from tfkfac.loss.shares import LossMeasure, weigh
 from tfkfac.loss.terms import (
     LossTerms,

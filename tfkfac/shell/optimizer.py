@@ -13,19 +13,12 @@ from tfkfac.capture.model_taps import BeforeTap, MetricsDecision, MetricsTap
 from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.checks import check_count
 from tfkfac.compat.models import is_saving_legacy_file, legacy_variables
-from tfkfac.compat.optimizers import (
-    knows_variable,
-    variable_key,
-)
+from tfkfac.compat.optimizers import knows_variable, variable_key
 from tfkfac.compat.optimizers import trainable_variables as known_variables
 from tfkfac.distributed.agreement import check_agreement
 from tfkfac.loss.batch import LossBatch, LossTap
 from tfkfac.loss.shares import LossScaling
-from tfkfac.shell.arguments import (
-    check_inner,
-    restore_value,
-    setting,
-)
+from tfkfac.shell.arguments import check_inner, restore_value, setting
 from tfkfac.shell.averages import AveragingOptimizer
 from tfkfac.shell.method import Method
 from tfkfac.shell.model import (
