@@ -242,11 +242,11 @@ def test_reports(results: Results, name: str) -> None:
 def test_when_the_first_estimation_comes() -> None:
     """The first estimation ends with the first interval after the warm-up."""
     options: Any = {"accelerator_fraction": 0.5, "warmup_steps": 1200}
-    known = tfkfac.FOSI(**options, update_interval=30).method.estimator
+    known = tfkfac.FOSI(**options, update_interval=30).method
     assert known.first(0) == known.first(1229) == "the first after update 1,230"
     assert known.first(1230) == ""
     changing = tfkfac.FOSI(**options, update_interval=Formula(lambda t: 30))
-    first = changing.method.estimator.first
+    first = changing.method.first
     assert first(0) == first(1200) == "the first begins before update 1,201"
     assert first(1201) == ""
 

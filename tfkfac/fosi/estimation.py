@@ -1,22 +1,16 @@
 """Lanczos estimation of the extreme curvature, by all replicas together."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfkfac.capture.model_taps import ForwardCall, ForwardTap
-from tfkfac.compat.graphs import in_graph
-from tfkfac.curvature.hessian import hessian_operator
 from tfkfac.distributed.collectives import (
     Communicator,
     all_reduce_bytes,
     differentiable_sum,
-    gradient_bytes,
 )
-from tfkfac.fosi.layouts import Geometry, Layout
-from tfkfac.fosi.subspace import InnerTraits, State, Subspace, Timing
-from tfkfac.fosi.update import adopt, has_momentum, is_plain_sgd
+from tfkfac.fosi.layouts import Geometry
 from tfkfac.linalg.lanczos import (
     Lanczos,
     Product,
@@ -25,10 +19,6 @@ from tfkfac.linalg.lanczos import (
     random_vector,
     ritz_pairs,
 )
-from tfkfac.loss.batch import find_call
-from tfkfac.saving.slots import planned
-from tfkfac.training.job import Job
-from tfkfac.training.step import Step
 
 
 class Spectrum(NamedTuple):
@@ -120,136 +110,3 @@ def estimation_bytes(geometry: Geometry, replicas: int) -> int:
     sums = (1 + 2 * steps) * all_reduce_bytes((steps + 1) * item, replicas)
     # In each iteration, a row is gathered and its product reduce-scattered.
     return 2 * steps * slices * item + sums
-
-
-# Training step of a replica: called with the step, the state, and a function
-# that updates the directions if an estimation is due.
-Train = Callable[[Step, State, Callable[[], None]], None]
-
-
-class Estimator:
-    """Schedule where all replicas train, and estimate before a step (DHO2)."""
-
-    job: Job
-    states: Sequence[State] = ()
-
-    def __init__(self, timing: Timing, seed: int) -> None:
-        self.timing = timing
-        self.seed = seed
-
-    def attach(self, job: Job) -> None:
-        """Bind the estimator to a job; its model may not be built yet."""
-        self.job = job
-
-    def peers(self, rank: int) -> tuple[int, ...]:
-        """The replicas whose mean loss a replica trains on."""
-        return tuple(range(self.job.topology.replicas))
-
-    def create(self, layout: Layout) -> None:
-        """Create the states of the local replicas."""
-        self.states = self.job.for_each(lambda rank: self.new(rank, layout))
-
-    def new(self, rank: int, layout: Layout) -> State:
-        """Create the state of a replica."""
-        return State(layout, Subspace(layout, self.inner(), rank))
-
-    def inner(self) -> InnerTraits:
-        """Properties of the inner optimizer that decide the state."""
-        accumulation = self.job.inner_optimizer.gradient_accumulation_steps
-        return InnerTraits(bool(accumulation), has_momentum(self.job))
-
-    # ------------------------------------------------------------ the step
-    def run(self, step: Step, train: Train) -> None:
-        """Run a step; training replicas call `train`."""
-        model, state = self.job.model, self.job.local_state(self.states)
-        call = find_call(model, step.batch, ForwardTap.open(model).pop_items())
-        train(step, state, lambda: self.estimate(step, state, call))
-
-    def estimate(self, step: Step, state: State, call: ForwardCall) -> None:
-        """Run a Lanczos estimation at the current weights, if it is due."""
-        job, group, clock = self.job, step.group, self.job.clock
-        layout = state.layout
-
-        def update() -> tf.Tensor:
-            estimation = Estimation(layout.geometry, group, self.seed)
-            # The shares weigh the loss before differentiation: synchronised
-            # layers mix the losses of replicas in the Hessian.
-            local = hessian_operator(
-                job.model,
-                call,
-                dict(step.batch.arguments),
-                [tf.identity(v.value) for v in job.model.trainable_variables],
-                estimation.differentiable_sum,
-                step.loss.shares,
-            )
-            spectrum = estimation.run(local)
-            directions = layout.arrange(spectrum.rows, group)
-            adopt(state, spectrum.values, directions, group, job)
-            return state.last.assign(clock)
-
-        # A `tf.cond`, not `when`: rounding depends on graph optimisations.
-        due, last = self.timing.begins(clock, state), state.last
-        tf.cond(due, in_graph(update), lambda: tf.convert_to_tensor(last))
-
-    # ----------------------------------------------------------- reporting
-    def first(self, updates: int) -> str:
-        """Text on the time of the first estimation; empty after it."""
-        warmup = self.timing.warmup(self.states)
-        if updates > warmup:
-            return ""
-        return f"the first before update {warmup + 1:,}"
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Summary rows of the roles of the replicas."""
-        replicas = self.job.topology.replicas
-        if replicas == 1:
-            return []
-        workers = ", ".join(map(str, range(replicas)))
-        return [("Workers", workers), ("Accelerators", "-")]
-
-    def state_bytes(self, layout: Layout) -> dict[str, int]:
-        """Bytes of this replica's state, by name."""
-        with planned():
-            state = self.new(self.job.topology.local[0], layout)
-        sizes = {
-            "directions": state.subspace.bytes if state.subspace else 0,
-            **self.estimation_state_bytes(state),
-            "counters": state.bytes,
-        }
-        return sizes | {"total": sum(sizes.values())}
-
-    def estimation_state_bytes(self, state: Any) -> dict[str, int]:
-        """Bytes of the Lanczos basis and of copies for an estimation."""
-        layout = state.layout
-        basis = layout.geometry.steps * layout.slices.length * layout.item
-        return {"basis": basis, "copies": 0}
-
-    def communication_bytes(self, layout: Layout) -> dict[str, dict[str, int]]:
-        """Bytes that this replica receives, by type of step."""
-        plain, estimation = self.received_bytes(layout)
-        return {
-            "warmup": plain | {"projections": 0},
-            "plain": plain,
-            "estimation": plain | estimation,
-        }
-
-    def received_bytes(
-        self, layout: Layout
-    ) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes received in a plain step; the keys changed by an estimation."""
-        job = self.job
-        weights = job.model.trainable_variables
-        gradients = gradient_bytes(weights, job.topology.hint)
-        projections = layout.projection_bytes(is_plain_sgd(job))
-        plain = {
-            "gradients": all_reduce_bytes(gradients, layout.workers),
-            "projections": Subspace.clip_bytes(layout) + projections,
-            "lanczos": 0,
-            "directions": 0,
-            "weights": 0,
-        }
-        replacement = Subspace.replace_bytes(layout, self.inner())
-        return plain, {
-            "lanczos": estimation_bytes(layout.geometry, layout.workers),
-            "directions": layout.arrangement_bytes + replacement,
-        }

@@ -3,29 +3,36 @@
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.capture.model_taps import ForwardTap
-from tfkfac.compat.graphs import Tracked
-from tfkfac.curvature.hessian import flat_space
-from tfkfac.fosi.estimation import Estimator
+from tfkfac.capture.model_taps import ForwardCall, ForwardTap
+from tfkfac.compat.graphs import Tracked, in_graph
+from tfkfac.curvature.hessian import flat_space, hessian_operator
+from tfkfac.distributed.collectives import all_reduce_bytes, gradient_bytes
+from tfkfac.fosi.estimation import Estimation, estimation_bytes
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
-from tfkfac.fosi.multirole import AcceleratedEstimator
-from tfkfac.fosi.subspace import NewtonRate, State, Timing, default_warmup
-from tfkfac.fosi.update import SplitUpdate
+from tfkfac.fosi.subspace import (
+    InnerTraits,
+    NewtonRate,
+    State,
+    Subspace,
+    Timing,
+    default_warmup,
+)
+from tfkfac.fosi.update import SplitUpdate, adopt, has_momentum, is_plain_sgd
 from tfkfac.linalg.lanczos import default_steps
+from tfkfac.loss.batch import find_call
 from tfkfac.saving.entries import Contents
+from tfkfac.saving.slots import planned
 from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.shell.method import Method
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
-
-# Default interval between estimations by accelerators, in steps.
-_ACCELERATED_INTERVAL = 800
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,37 +56,31 @@ class Settings:
 class FOSIMethod(Method):
     """Newton steps along V, inner optimizer steps on the remaining gradient.
 
-    The arguments are those of `FOSI`.
+    All replicas train, and estimate the directions together before a step
+    (DHO2).
+
+    Attributes:
+        states: The states of the replicas of this process.
     """
 
     settings: Settings
+    states: Sequence[State] = ()
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        seed, fraction = settings.seed, settings.accelerator_fraction
-        if fraction > 0 and settings.update_interval.get() is None:
-            settings.update_interval.set(_ACCELERATED_INTERVAL)
-        timing = Timing(settings.warmup_steps, settings.update_interval)
+        self.timing = Timing(settings.warmup_steps, settings.update_interval)
         self.rate = NewtonRate(settings.alpha)
-        self.estimator = Estimator(timing, seed)
-        if fraction > 0:
-            self.estimator = AcceleratedEstimator(
-                timing, seed, fraction, settings.final_update, self.rate
-            )
         self._geometry: Geometry | None = None
         self._reported_warmup = -1  # updates; -1: unknown
-
-    @property
-    def states(self) -> Sequence[State]:
-        """The states of the replicas of this process."""
-        return self.estimator.states
 
     # ------------------------------------------------------------ the step
     @override
     def run(self, step: Step) -> None:
-        """Run a step (FOSI, algorithm 3; DHO2, algorithm 3 and section IV)."""
-        self.rate.record_largest(self.job, self.job.local_state(self.states))
-        self.estimator.run(step, self.train)
+        """Run a step (FOSI, algorithm 3; DHO2, algorithm 3)."""
+        model, state = self.job.model, self.job.local_state(self.states)
+        self.rate.record_largest(self.job, state)
+        call = find_call(model, step.batch, ForwardTap.open(model).pop_items())
+        self.train(step, state, lambda: self.estimate(step, state, call))
 
     def train(
         self, step: Step, state: State, estimate: Callable[[], None]
@@ -106,6 +107,32 @@ class FOSIMethod(Method):
         step.check_finite()
         step.apply(direction)
 
+    def estimate(self, step: Step, state: State, call: ForwardCall) -> None:
+        """Run a Lanczos estimation at the current weights, if it is due."""
+        job, group, clock = self.job, step.group, self.job.clock
+        layout = state.layout
+
+        def update() -> tf.Tensor:
+            estimation = Estimation(layout.geometry, group, self.settings.seed)
+            # The shares weigh the loss before differentiation: synchronised
+            # layers mix the losses of replicas in the Hessian.
+            local = hessian_operator(
+                job.model,
+                call,
+                dict(step.batch.arguments),
+                [tf.identity(v.value) for v in job.model.trainable_variables],
+                estimation.differentiable_sum,
+                step.loss.shares,
+            )
+            spectrum = estimation.run(local)
+            directions = layout.arrange(spectrum.rows, group)
+            adopt(state, spectrum.values, directions, group, job)
+            return state.last.assign(clock)
+
+        # A `tf.cond`, not `when`: rounding depends on graph optimisations.
+        due, last = self.timing.begins(clock, state), state.last
+        tf.cond(due, in_graph(update), lambda: tf.convert_to_tensor(last))
+
     # --------------------------------------------------- binding and state
     @override
     def set_run_length(
@@ -130,7 +157,6 @@ class FOSIMethod(Method):
     def attach(self, job: Job) -> None:
         self.job = job
         ForwardTap.open(job.model)
-        self.estimator.attach(job)
 
     @property
     def geometry(self) -> Geometry:
@@ -162,13 +188,19 @@ class FOSIMethod(Method):
                     stacklevel=2,
                 )
             self._geometry = geometry
-            self.estimator.create(self.make_layout())
+            layout = self.make_layout()
+            self.states = self.job.for_each(lambda rank: self.new(rank, layout))
             self._assign_warmup()
         return self.states
 
-    @override
-    def peers(self, rank: int) -> tuple[int, ...]:
-        return self.estimator.peers(rank)
+    def new(self, rank: int, layout: Layout) -> State:
+        """Create the state of a replica."""
+        return State(layout, Subspace(layout, self.inner(), rank))
+
+    def inner(self) -> InnerTraits:
+        """Properties of the inner optimizer that decide the state."""
+        accumulation = self.job.inner_optimizer.gradient_accumulation_steps
+        return InnerTraits(bool(accumulation), has_momentum(self.job))
 
     @override
     def contents(self, rank: int) -> Contents:
@@ -195,8 +227,8 @@ class FOSIMethod(Method):
     def summary(self) -> list[str]:
         job, geometry, state = self.job, self.geometry, self.state_bytes()
         count = int(self.states[0].estimations.numpy()) if self.states else 0
-        first = self.estimator.first(int(job.clock))
-        roles = self.estimator.rows()
+        first = self.first(int(job.clock))
+        roles = self.role_rows()
         if job.topology.replicas > 1:
             roles.insert(2, ("Layout", self.settings.layout))
         rows = [
@@ -222,10 +254,65 @@ class FOSIMethod(Method):
         )
         return [title, "", *table(("", "Value"), rows)]
 
+    def first(self, updates: int) -> str:
+        """Text on the time of the first estimation; empty after it."""
+        warmup = self.timing.warmup(self.states)
+        if updates > warmup:
+            return ""
+        return f"the first before update {warmup + 1:,}"
+
+    def role_rows(self) -> list[tuple[str, str]]:
+        """Summary rows of the roles of the replicas."""
+        replicas = self.job.topology.replicas
+        if replicas == 1:
+            return []
+        workers = ", ".join(map(str, range(replicas)))
+        return [("Workers", workers), ("Accelerators", "-")]
+
     @override
     def state_bytes(self) -> dict[str, int]:
-        return self.estimator.state_bytes(self.make_layout())
+        layout = self.make_layout()
+        with planned():
+            state = self.new(self.job.topology.local[0], layout)
+        sizes = {
+            "directions": state.subspace.bytes if state.subspace else 0,
+            **self.estimation_state_bytes(state),
+            "counters": state.bytes,
+        }
+        return sizes | {"total": sum(sizes.values())}
+
+    def estimation_state_bytes(self, state: Any) -> dict[str, int]:
+        """Bytes of the Lanczos basis and of copies for an estimation."""
+        layout = state.layout
+        basis = layout.geometry.steps * layout.slices.length * layout.item
+        return {"basis": basis, "copies": 0}
 
     @override
     def communication_bytes(self) -> dict[str, dict[str, int]]:
-        return self.estimator.communication_bytes(self.make_layout())
+        plain, estimation = self.received_bytes(self.make_layout())
+        return {
+            "warmup": plain | {"projections": 0},
+            "plain": plain,
+            "estimation": plain | estimation,
+        }
+
+    def received_bytes(
+        self, layout: Layout
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes received in a plain step; the keys changed by an estimation."""
+        job = self.job
+        weights = job.model.trainable_variables
+        gradients = gradient_bytes(weights, job.topology.hint)
+        projections = layout.projection_bytes(is_plain_sgd(job))
+        plain = {
+            "gradients": all_reduce_bytes(gradients, layout.workers),
+            "projections": Subspace.clip_bytes(layout) + projections,
+            "lanczos": 0,
+            "directions": 0,
+            "weights": 0,
+        }
+        replacement = Subspace.replace_bytes(layout, self.inner())
+        return plain, {
+            "lanczos": estimation_bytes(layout.geometry, layout.workers),
+            "directions": layout.arrangement_bytes + replacement,
+        }

@@ -31,13 +31,12 @@ from tfkfac.distributed.topology import Roles, assign_roles
 from tfkfac.fosi.accelerator import Accelerator
 from tfkfac.fosi.estimation import (
     Estimation,
-    Estimator,
     Spectrum,
-    Train,
     estimation_bytes,
 )
 from tfkfac.fosi.layouts import Geometry, Layout
-from tfkfac.fosi.subspace import NewtonRate, State, Subspace, Timing
+from tfkfac.fosi.method import FOSIMethod, Settings
+from tfkfac.fosi.subspace import State, Subspace
 from tfkfac.fosi.update import (
     add_to_weights,
     adopt,
@@ -49,6 +48,9 @@ from tfkfac.saving.entries import Contents
 from tfkfac.saving.slots import Slots
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
+
+# Default interval between estimations, in steps.
+_ACCELERATED_INTERVAL = 800
 
 
 class FinalUpdate(Slots):
@@ -134,8 +136,8 @@ class RoleState(State):
         return dataclasses.replace(super().contents(), optional_sections=resets)
 
 
-class AcceleratedEstimator(Estimator):
-    """Schedule where accelerators estimate while workers train (MR-DHO2).
+class MultiRoleMethod(FOSIMethod):
+    """FOSI where accelerators estimate while workers train (MR-DHO2).
 
     During an interval, the accelerators run a Lanczos estimation at the
     interval's first weights, on their parts of its first batch, a few
@@ -150,25 +152,19 @@ class AcceleratedEstimator(Estimator):
     roles: Roles
     states: Sequence[RoleState] = ()
 
-    def __init__(
-        self,
-        timing: Timing,
-        seed: int,
-        fraction: float,
-        final_update: str,
-        rate: NewtonRate,
-    ) -> None:
-        super().__init__(timing, seed)
-        self.fraction = fraction
-        self.final_update = final_update
-        self._rate = rate
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        if settings.update_interval.get() is None:
+            settings.update_interval.set(_ACCELERATED_INTERVAL)
 
     # --------------------------------------------------- binding and state
     @override
     def attach(self, job: Job) -> None:
         super().attach(job)
         # Refuses a fraction that leaves a role without replicas.
-        self.roles = assign_roles(job.topology.replicas, self.fraction)
+        self.roles = assign_roles(
+            job.topology.replicas, self.settings.accelerator_fraction
+        )
         groups: TraceLists[Communicator] = TraceLists()
         for node in walk(job.model):
             normalizes = isinstance(node.layer, BatchNormalization)
@@ -198,7 +194,7 @@ class AcceleratedEstimator(Estimator):
         subspace = accelerator = final = None
         if self.roles.trains(rank):
             subspace = Subspace(layout, self.inner(), rank)
-            if self.final_update == "paper":
+            if self.settings.final_update == "paper":
                 final = FinalUpdate(layout.geometry)
         else:
             accelerator = Accelerator(layout.geometry, count)
@@ -206,8 +202,10 @@ class AcceleratedEstimator(Estimator):
 
     # ------------------------------------------------------------ the step
     @override
-    def run(self, step: Step, train: Train) -> None:
+    def run(self, step: Step) -> None:
+        """Run a step (DHO2, algorithm 3 and section IV)."""
         model, state = self.job.model, self.job.local_state(self.states)
+        self.rate.record_largest(self.job, state)
         calls = ForwardTap.open(model).pop_items()
         everyone = step.group
         role_step = step.among(self.peers(everyone.rank))
@@ -218,7 +216,7 @@ class AcceleratedEstimator(Estimator):
         elif state.final_update is not None:
             self._train_and_sum(role_step, state.final_update, begins)
         else:
-            train(role_step, state, lambda: None)
+            self.train(role_step, state, lambda: None)
         state.progress.assign(target)
         self._synchronize(state, step)
         self._hand_over(state, role_step.group, everyone)
@@ -272,7 +270,7 @@ class AcceleratedEstimator(Estimator):
         accelerator, model = state.accelerator, self.job.model
         assert accelerator is not None
         geometry = state.layout.geometry
-        estimation = Estimation(geometry, step.group, self.seed)
+        estimation = Estimation(geometry, step.group, self.settings.seed)
         arguments = dict(step.batch.arguments)
         arguments.pop("y_pred", None)
         shares = tuple(step.loss.shares)
@@ -315,14 +313,14 @@ class AcceleratedEstimator(Estimator):
         def send() -> None:
             spectrum = None
             if state.accelerator is not None:
-                estimation = Estimation(geometry, peers, self.seed)
+                estimation = Estimation(geometry, peers, self.settings.seed)
                 spectrum = state.accelerator.spectrum(estimation)
             received = hand_over(spectrum, state.layout, self.roles, everyone)
             if received is not None:
                 adopt(state, *received, peers, self.job)
                 if state.final_update is not None:
                     weights = flat_weights(self.job.model)
-                    alpha = self._rate.at(self.job, state)
+                    alpha = self.rate.at(self.job, state)
                     subspace = state.existing_subspace
                     change = state.final_update.change(
                         weights, subspace, tf.cast(alpha, weights.dtype), peers
@@ -351,7 +349,7 @@ class AcceleratedEstimator(Estimator):
     # ----------------------------------------------------------- reporting
     @override
     def first(self, updates: int) -> str:
-        """See `Estimator.first`; the result comes after an interval."""
+        """See `FOSIMethod.first`; the result comes after an interval."""
         timing = self.timing
         end, interval = timing.warmup(self.states), timing.interval.get()
         if is_number(interval):
@@ -361,7 +359,7 @@ class AcceleratedEstimator(Estimator):
         return begins if updates <= end else ""
 
     @override
-    def rows(self) -> list[tuple[str, str]]:
+    def role_rows(self) -> list[tuple[str, str]]:
         return [
             ("Workers", ", ".join(map(str, self.roles.workers))),
             ("Accelerators", ", ".join(map(str, self.roles.accelerators))),
@@ -396,7 +394,7 @@ class AcceleratedEstimator(Estimator):
         replacement = Subspace.replace_bytes(layout, self.inner())
         pieces = piece_bytes(layout, self.roles, rank)
         estimation = {"directions": pieces + replacement}
-        if self.final_update == "paper":
+        if self.settings.final_update == "paper":
             plain["projections"] = 0
             estimation["projections"] = FinalUpdate.change_bytes(layout)
         return plain, estimation

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfkfac.checks import check_choice, check_count, check_range, if_given
 from tfkfac.fosi.layouts import LAYOUTS
 from tfkfac.fosi.method import FOSIMethod, Settings
+from tfkfac.fosi.multirole import MultiRoleMethod
 from tfkfac.shell.arguments import (
     Hyperparameter,
     Schedule,
@@ -160,7 +161,8 @@ class FOSI(SecondOrderOptimizer):
             ),
             seed=check_count("seed", seed),
         )
-        method = FOSIMethod(settings)
+        has_roles = settings.accelerator_fraction > 0
+        method = (MultiRoleMethod if has_roles else FOSIMethod)(settings)
         if is_rate(inner_optimizer):
             rate = check_rate("inner_optimizer", inner_optimizer)
             inner_optimizer = keras.optimizers.Adam(rate)
