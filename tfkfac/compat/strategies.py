@@ -21,7 +21,7 @@ from tfkfac.compat.overrides import overridden
 _StrategyT = TypeVar("_StrategyT", bound=tf.distribute.Strategy)
 
 _ALL_REDUCE = "all_reduce"
-_REPAIRABLE = (
+_MIRRORED = (
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.MirroredStrategy,
 )
@@ -32,35 +32,18 @@ _REDUCIBLE = frozenset(
 
 
 def repair(strategy: _StrategyT) -> _StrategyT:
-    """Make `fit` of Keras 3 work under a strategy.
+    """Make `fit` of Keras 3 work under a mirrored strategy, and return it.
 
-    The change affects this object only; repeated calls have no effect. `fit`
-    works with an unrepaired `tf.distribute.MirroredStrategy`, except if the
-    first batch cannot be averaged over replicas (strings, booleans, or
-    different batch sizes).
+    No-op for other strategies, and for a repaired strategy. The change affects
+    this object only. `fit` works with an unrepaired
+    `tf.distribute.MirroredStrategy`, except if the first batch cannot be
+    averaged over replicas (strings, booleans, or different batch sizes).
 
     `strategy.reduce` then accepts a nested structure of per-replica values, and
     ignores the `axis` of scalars. `experimental_distribute_dataset` copies the
     arrays of Python generators, see `copy_generated`.
-
-    Args:
-        strategy: A `tf.distribute.MirroredStrategy` or a
-            `tf.distribute.MultiWorkerMirroredStrategy`.
-
-    Returns:
-        The strategy.
-
-    Raises:
-        TypeError: If `strategy` has another type.
     """
-    if not isinstance(strategy, _REPAIRABLE):
-        raise TypeError(
-            "Argument `strategy` must be a "
-            "`tf.distribute.MultiWorkerMirroredStrategy` or a "
-            "`tf.distribute.MirroredStrategy`. "
-            f"Received: strategy={strategy} (of type {type(strategy)})"
-        )
-    if not is_repaired(strategy):
+    if isinstance(strategy, _MIRRORED) and not is_repaired(strategy):
         strategy.reduce = functools.partial(_reduce, strategy, strategy.reduce)
         strategy.experimental_distribute_dataset = functools.partial(
             _distribute_dataset, strategy.experimental_distribute_dataset

@@ -36,7 +36,7 @@ def check_settings(model: keras.Model, loss_scaler: Any) -> None:
     train_without_xla(model)
     strategy = model.distribute_strategy
     check_strategy(strategy)
-    repair_keras(strategy)
+    repair(strategy)
     if strategy.num_replicas_in_sync == 1:
         return
     # Of each process, so that all raise or none.
@@ -74,16 +74,6 @@ def train_without_xla(model: keras.Model) -> None:
 def uses_xla(model: keras.Model) -> bool:
     """True if Keras compiles the model's training step with XLA."""
     return model.compiled and bool(model.jit_compile)
-
-
-def repair_keras(strategy: tf.distribute.Strategy) -> None:
-    """Make Keras' `fit` work under TensorFlow's mirrored strategies."""
-    mirrored = (
-        tf.distribute.MirroredStrategy,
-        tf.distribute.MultiWorkerMirroredStrategy,
-    )
-    if isinstance(strategy, mirrored):
-        repair(strategy)
 
 
 # --------------------------------------- a description, which workers compare

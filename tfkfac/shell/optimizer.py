@@ -15,6 +15,7 @@ from tfkfac.checks import check_count
 from tfkfac.compat.models import is_saving_legacy_file, legacy_variables
 from tfkfac.compat.optimizers import knows_variable, variable_key
 from tfkfac.compat.optimizers import trainable_variables as known_variables
+from tfkfac.compat.strategies import repair
 from tfkfac.distributed.agreement import check_agreement
 from tfkfac.loss.batch import LossBatch, LossTap
 from tfkfac.loss.shares import LossScaling
@@ -25,7 +26,6 @@ from tfkfac.shell.model import (
     check_settings,
     describe_model,
     plain,
-    repair_keras,
     uses_xla,
 )
 from tfkfac.shell.rest import follows
@@ -71,7 +71,7 @@ class SecondOrderOptimizer(AveragingOptimizer):
         self._job: Job | None = None
         # Checkpoints follow the attributes of an optimizer.
         self._saved_state = SavedState(name, method)
-        repair_keras(tf.distribute.get_strategy())
+        repair(tf.distribute.get_strategy())
 
     # ---------------------------------------------------------- the config
     @property
