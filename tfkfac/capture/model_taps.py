@@ -299,9 +299,9 @@ class MetricsDecision(NamedTuple):
     """Decision whether the batch of a step counts in the metrics.
 
     Attributes:
-        flag: Positive if the batch is left out of the metrics.
+        flag: Positive if the batch is excluded from the metrics.
         loss_is_known: False if the loss of the batch was not computed by
-            `compute_loss`. Then the batch is only left out if a metric is not
+            `compute_loss`. Then the batch is only excluded if a metric is not
             finite.
     """
 
@@ -329,10 +329,10 @@ class MetricsTap(ModelTap[MetricsDecision]):
             return results
 
         decision = decisions[-1]
-        left_out = decision.flag > 0
+        excluded = decision.flag > 0
         if not decision.loss_is_known:
-            left_out &= ~_all_finite(read_values(model.metrics_variables))
-        if tf.executing_eagerly() and left_out:
+            excluded &= ~_all_finite(read_values(model.metrics_variables))
+        if tf.executing_eagerly() and excluded:
             # Metrics created in this step have no earlier value.
             old = {id(variable) for variable in variables}
             for metric in model.metrics:
@@ -341,7 +341,7 @@ class MetricsTap(ModelTap[MetricsDecision]):
         # Unconditional: a `tf.cond` takes longer than the assignments.
         for variable, value in saved:
             variable.assign(
-                tf.raw_ops.Select(condition=left_out, x=value, y=variable)
+                tf.raw_ops.Select(condition=excluded, x=value, y=variable)
             )
         return results
 

@@ -60,7 +60,9 @@ class NormalEquations(abc.ABC):
         """The step d for a Cholesky factor."""
 
     @abc.abstractmethod
-    def bend(self, factor: tf.Tensor, derivatives: tf.Tensor) -> tf.Tensor:
+    def correction(
+        self, factor: tf.Tensor, derivatives: tf.Tensor
+    ) -> tf.Tensor:
         """Geodesic acceleration of a step.
 
         `derivatives` is `r''`, `(m,)`, in the space of residuals, and
@@ -86,7 +88,9 @@ class ParameterSpace(NormalEquations):
         return start - solve(factor, right)
 
     @override
-    def bend(self, factor: tf.Tensor, derivatives: tf.Tensor) -> tf.Tensor:
+    def correction(
+        self, factor: tf.Tensor, derivatives: tf.Tensor
+    ) -> tf.Tensor:
         return -solve(factor, derivatives) / 2
 
     @override
@@ -111,7 +115,9 @@ class ResidualSpace(NormalEquations):
         return start - tf.linalg.matvec(self.rows, dual, transpose_a=True)
 
     @override
-    def bend(self, factor: tf.Tensor, derivatives: tf.Tensor) -> tf.Tensor:
+    def correction(
+        self, factor: tf.Tensor, derivatives: tf.Tensor
+    ) -> tf.Tensor:
         dual = solve(factor, derivatives)
         return -tf.linalg.matvec(self.rows, dual, transpose_a=True) / 2
 
@@ -138,7 +144,7 @@ def inner(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
 
 LARGEST = 1e6  # upper bound of the damping
 # Upper bound of `2 |correction| / |d|` of geodesic acceleration.
-_MAX_BEND_RATIO = 0.75
+_MAX_CORRECTION_RATIO = 0.75
 _GROWTH = 4.0  # factor of the damping after the first rejected try
 # Smallest reduction of the loss above rounding, in machine epsilons of it.
 _MIN_REDUCTION = 8
@@ -178,7 +184,7 @@ def search(
     The first try minimises around `start = momentum`, later tries around zero.
     `loss`, after a change of the weights, is float64 but computed in
     `precision`, like `before`. `second_derivatives` maps a step to the argument
-    of `bend`; None disables geodesic acceleration. Both functions may use
+    of `correction`; None disables geodesic acceleration. Both functions may use
     collectives, because all replicas make the same tries.
     """
     gradient, dtype = equations.gradient, equations.gradient.dtype
@@ -196,9 +202,13 @@ def search(
         if second_derivatives is not None:
             # The correction is quadratic in the length of the step.
             derivatives = second_derivatives(change)
-            bend = tf.cast(rate, dtype) * equations.bend(factor, derivatives)
-            is_small = 2 * tf.norm(bend) <= _MAX_BEND_RATIO * tf.norm(change)
-            change += tf.where(is_small, bend, tf.zeros_like(bend))
+            correction = tf.cast(rate, dtype) * equations.correction(
+                factor, derivatives
+            )
+            is_small = 2 * tf.norm(
+                correction
+            ) <= _MAX_CORRECTION_RATIO * tf.norm(change)
+            change += tf.where(is_small, correction, tf.zeros_like(correction))
         actual = before - loss(tf.cast(rate, dtype) * change)
         # False for NaN. Reject a step with a predicted increase, even if the
         # loss decreases by chance.

@@ -97,7 +97,7 @@ class Hyperparameter:
         if self._schedule is None:
             raise ValueError(f"Argument `{self.name}` has no value.")
         # Schedules compute in floats; float32 is exact up to 2^24 only.
-        value = exactly(self._schedule(tf.cast(iteration, tf.float64)))
+        value = to_float64(self._schedule(tf.cast(iteration, tf.float64)))
         if self._integer:
             return tf.maximum(tf.cast(value, tf.int64), 1)
         return value
@@ -109,7 +109,7 @@ class Hyperparameter:
         """
         with tf.init_scope():
             try:
-                first = exactly(schedule(tf.constant(0, tf.float64))).numpy()
+                first = to_float64(schedule(tf.constant(0, tf.float64))).numpy()
             except Exception as error:  # from the user's code
                 name = type(error).__name__
                 raise self._wrong_first(f"raises {name}") from error
@@ -162,7 +162,7 @@ class Hyperparameter:
         return bool(value > 0 if self._positive else value >= 0)
 
 
-def exactly(value: Any) -> tf.Tensor:
+def to_float64(value: Any) -> tf.Tensor:
     """Convert a number or scalar tensor to float64; Python floats are exact."""
     if is_number(value):
         return tf.constant(value, tf.float64)

@@ -139,7 +139,7 @@ def undo_overflows(scaler: Any, optimizer: SecondOrderOptimizer) -> None:
         before = BeforeTap.open(job.model).items()
         batches = LossTap.open(job.model).items()
         loss = batches[-1].value if batches else None
-        decision = MetricsDecision(streak.left_out, loss is not None)
+        decision = MetricsDecision(streak.excluded, loss is not None)
         MetricsTap.open(job.model).record(decision)
 
         def undo() -> None:

@@ -318,7 +318,7 @@ class SecondOrderOptimizer(AveragingOptimizer):
         before = BeforeTap.open(job.model).pop_last([])
         step = Step(job, list(grads), variables, batch, job.group(), before)
         self.method.run(step)
-        flag = job.local_state(job.streaks).left_out
+        flag = job.local_state(job.streaks).excluded
         decision = MetricsDecision(flag, batch.value is not None)
         MetricsTap.open(job.model).record(decision)
         if tf.executing_eagerly():

@@ -59,7 +59,7 @@ class SavedState(tf.train.experimental.PythonState):
         self._job: Job | None = None
         # Fingerprint of the training position, and the state on process 0.
         self._gathered: tuple[Any, dict[str, np.ndarray] | None] | None = None
-        self._num_meetings = 0  # attempts to save on all workers at once
+        self._num_attempts = 0  # attempts to save on all workers at once
         self._saves_alone = False  # True after such an attempt has failed
         self._restored: bytes | None = None
 
@@ -92,9 +92,9 @@ class SavedState(tf.train.experimental.PythonState):
         group = job.among_processes("saving")
         # Compare only the iterations: other counters may differ by worker.
         steps = str(fingerprint[0])
-        self._num_meetings += 1
-        meeting = f"meeting {self._num_meetings}"
-        if not group.all_come(meeting, steps, PATIENCE):
+        self._num_attempts += 1
+        attempt = f"attempt {self._num_attempts}"
+        if not group.all_come(attempt, steps, PATIENCE):
             self._saves_alone = True
             return False
         self.gather()

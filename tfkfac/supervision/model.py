@@ -146,7 +146,7 @@ def _supervise(
         if tf.inside_function() or not no_batch_counted(model):
             return results
         streaks = optimizer.method.job.streaks if optimizer is not None else ()
-        if not streaks or not int(streaks[0].left_out.numpy()):
+        if not streaks or not int(streaks[0].excluded.numpy()):
             return results
         # No batch has counted: Keras' mean would be 0.
         return keras.tree.map_structure(

@@ -74,23 +74,23 @@ class Streak:
 
     Attributes:
         length: Number of consecutive skipped steps.
-        left_out: 1 if the metrics exclude the last batch, because its step was
+        excluded: 1 if the metrics exclude the last batch, because its step was
             skipped and its loss is not finite; else 0.
         names: Paths of the checked gradients, from the last trace.
     """
 
     def __init__(self) -> None:
         self.length = state_variable(0, "int64", "skipped_in_a_row")
-        self.left_out = state_variable(0, "int64", "left_out")
+        self.excluded = state_variable(0, "int64", "left_out")
         self._bad = state_variable(0, "int64", "gradients_not_finite")
         self._first = state_variable(0, "int64", "first_not_finite")
-        self._numbers = self.length, self.left_out, self._bad, self._first
+        self._numbers = self.length, self.excluded, self._bad, self._first
         self.names: tuple[str, ...] = ()
 
     def end(self) -> None:
         """Record a step that is not skipped."""
         self.length.assign(tf.zeros_like(self.length))
-        self.left_out.assign(tf.zeros_like(self.left_out))
+        self.excluded.assign(tf.zeros_like(self.excluded))
 
     def extend(self, finite: tf.Tensor, is_lost: tf.Tensor) -> None:
         """Record a skipped step.
@@ -109,7 +109,7 @@ class Streak:
 
     def _lengthen(self, bad: tf.Tensor, is_lost: tf.Tensor) -> None:
         self.length.assign_add(1)
-        self.left_out.assign(tf.cast(is_lost, self.left_out.dtype))
+        self.excluded.assign(tf.cast(is_lost, self.excluded.dtype))
         self._bad.assign(bad)
 
     def to_tensor(self) -> tf.Tensor:

@@ -204,7 +204,7 @@ class Step:
         in the same step is not finite, it is left out of the metrics.
         """
         lost = is_lost(self.batch.value, losses)
-        self._streak.left_out.assign(tf.cast(lost, tf.int64))
+        self._streak.excluded.assign(tf.cast(lost, tf.int64))
         statistics = [
             tf.convert_to_tensor(v)
             for v, _ in self.before
