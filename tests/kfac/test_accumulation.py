@@ -1,5 +1,6 @@
 """Gradient accumulation: micro-batches give the step of one large batch."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -8,6 +9,7 @@ import pytest
 from keras import layers
 
 import tfkfac
+from tests.support.dtypes import floats
 from tests.support.reference import Array
 
 SIZES = (4, 2, 6)  # rows of the micro-batches of a step
@@ -16,11 +18,9 @@ ROWS = sum(SIZES)
 
 
 @pytest.fixture(autouse=True)
-def float64() -> Any:
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx(before)
+def float64() -> Iterator[None]:
+    with floats("float64"):
+        yield
 
 
 def data() -> tuple[Array, Array]:
@@ -33,10 +33,10 @@ def model_of(optimizer: Any, loss: Any = "mse", eager: bool = True) -> Any:
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
-            keras.Input((5,), dtype="float64"),
-            layers.Dense(4, activation="tanh", dtype="float64", name="one"),
-            layers.PReLU(dtype="float64", name="slopes"),
-            layers.Dense(2, dtype="float64", name="two"),
+            keras.Input((5,)),
+            layers.Dense(4, activation="tanh", name="first"),
+            layers.PReLU(name="slopes"),
+            layers.Dense(2, name="second"),
         ]
     )
     model.compile(optimizer, loss, run_eagerly=eager)
@@ -82,7 +82,7 @@ SUM = keras.losses.MeanSquaredError(reduction="sum", dtype="float64")
 ADAM = keras.optimizers.Adam
 SCALER = keras.optimizers.LossScaleOptimizer
 SPECTRAL = {"inner": lambda: keras.optimizers.SGD(1.0), "step": "spectral"}
-# Arguments of `kfac`, the loss, and what is put around the optimizer.
+# Arguments of `kfac`, the loss, and a loss scaler.
 CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "graph": ({}, "mse", None),
     "eigen": ({"solver": "eigen", "weight_sharing": "reduce"}, SUM, None),
@@ -92,25 +92,25 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_micro_batches_of_any_size_are_one_batch(case: str) -> None:
-    options, loss, around = CASES[case]
+def test_micro_batches_equal_one_batch(case: str) -> None:
+    options, loss, scaler = CASES[case]
     trained = []
     for steps in (3, None):
-        made = kfac(**options, gradient_accumulation_steps=steps)
-        if around:
-            made = around(made, initial_scale=1024.0)
-        model = model_of(made, loss, eager=case != "graph")
+        optimizer = kfac(**options, gradient_accumulation_steps=steps)
+        if scaler:
+            optimizer = scaler(optimizer, initial_scale=1024.0)
+        model = model_of(optimizer, loss, eager=case != "graph")
         trained.append(train(model, in_pieces=steps is not None))
     assert_same(*trained)
 
 
-def test_accumulation_of_the_inner_optimizer_is_used() -> None:
+def test_accumulation_moves_from_the_inner_optimizer() -> None:
     inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
-    made = tfkfac.KFAC(inner)
-    again = tfkfac.KFAC.from_config(made.get_config())
-    assert made.gradient_accumulation_steps == 3
-    assert again.gradient_accumulation_steps == 3
-    assert again.inner_optimizer.gradient_accumulation_steps is None
+    optimizer = tfkfac.KFAC(inner)
+    copy = tfkfac.KFAC.from_config(optimizer.get_config())
+    assert optimizer.gradient_accumulation_steps == 3
+    assert copy.gradient_accumulation_steps == 3
+    assert copy.inner_optimizer.gradient_accumulation_steps is None
 
 
 def test_a_bad_micro_batch_skips_the_step() -> None:
@@ -125,7 +125,7 @@ def test_a_bad_micro_batch_skips_the_step() -> None:
         model.train_on_batch(np.where(bad, np.nan, x[:4]), y[:4])
         np.testing.assert_equal(model.get_weights(), before)
     assert int(model.optimizer.skipped_steps) == 1
-    # The next step is as if there had been nothing.
+    # The next step equals that of a new optimizer.
     model.train_on_batch(x[:4], y[:4])
     fresh.train_on_batch(x[:4], y[:4])
     for ours, theirs in zip(

@@ -25,7 +25,6 @@ from tests.support.small import (
 X, Y = data()
 
 
-# ------------------------------------------------------------------- a driver
 class Loop:
     """A custom loop that repeats one traced step without a forward pass.
 
@@ -75,7 +74,7 @@ class Loop:
         return changes, gradients
 
 
-# --------------------------------------------------------------- the measured
+# ------------------------------------------------------------------ schedules
 def test_default_schedule() -> None:
     """Factors: 1, 5 from step 20, 20 from step 100; inverses: 5, 20, 100."""
     loop = Loop()
@@ -191,7 +190,7 @@ def test_change_between_number_and_schedule(
     assert getattr(optimizer, name) is start
 
 
-# ------------------------------------------------------------ the inner options
+# --------------------------------------------------- the inner optimizer
 INNER: dict[str, Callable[[], Any]] = {
     "scheduled": lambda: keras.optimizers.SGD(
         PolynomialDecay(0.2, 3, 0.05),
@@ -230,10 +229,12 @@ def test_inner_options_act_on_the_preconditioned_gradient(case: str) -> None:
         inner.apply(preconditioned, alone.trainable_variables)
         wrapped.apply(gradients_of(target, x, y), target.trainable_variables)
         # The gradients are differences of float32 weights.
-        got, want = (flat(one.get_weights()) for one in (target, alone))
+        got, want = (flat(m.get_weights()) for m in (target, alone))
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
-    for one in models[:2]:
-        assert not np.array_equal(one.get_weights()[0], mlp().get_weights()[0])
+    for model in models[:2]:
+        assert not np.array_equal(
+            model.get_weights()[0], mlp().get_weights()[0]
+        )
 
 
 def test_constraints_hold() -> None:

@@ -1,4 +1,4 @@
-"""Uncovered weights take the inner optimizer's step."""
+"""Uncovered weights, and layers with gradients but no record."""
 
 import re
 from typing import Any
@@ -26,7 +26,7 @@ from tests.support.summaries import leftovers_of, sequential
 X, Y = data()
 
 
-def test_leftovers_take_the_plain_step() -> None:
+def test_uncovered_weights_take_the_plain_step() -> None:
     """Uncovered weights take the plain step bit for bit.
 
     The gradient of an embedding stays sparse.
@@ -82,7 +82,7 @@ def test_model_without_a_supported_layer() -> None:
     assert (model.get_weights()[0] < 1).all()
 
 
-# ------------------------------------------------------- layers out of sight
+# ------------------------------------------------- layers without a record
 def test_weights_used_without_calling_the_layer() -> None:
     """The error names the layer; following its advice works."""
 
@@ -105,7 +105,7 @@ def test_weights_used_without_calling_the_layer() -> None:
     assert list(optimizer.factors()) == ["logits"]
 
 
-def test_layer_called_in_a_function_of_its_own() -> None:
+def test_layer_called_in_a_nested_function() -> None:
     """A call in a nested `tf.function` raises an error that names the layer."""
     model = mlp()
     model.layers[0].call = tf.function(model.layers[0].call)
@@ -136,7 +136,7 @@ def test_gradients_for_half_of_a_layer() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-def test_unused_layer_is_fine() -> None:
+def test_unused_layer() -> None:
     """An unused layer has no factors; the others are preconditioned."""
 
     class Unused(LateBuilt):

@@ -10,13 +10,12 @@ FLOAT = 4
 MODES = {"comm_opt": 4, "mem_opt": 1, "hybrid_opt 1/2": 2, "dp_kfac": 1}
 
 
-# Of all layers together: elements of the weights, of the factors, and of what
-# comes of them. `SIZES` tells the sizes; the embedding's A is diagonal.
+# Elements of all layers of `SIZES`; the embedding's A is diagonal.
 WEIGHTS = 7 * 4 + 2 * 5 * 3 + 6 * 2 + 7 * 3
 FACTORS = 7 + 4**2 + 2 * (5**2 + 3**2) + 6 * 2**2 + 7**2 + 3**2
 EIGENVALUES = 4 + 2 * (5 + 3) + 6 * 2 + 7 + 3
 SENT = {"inverse": FACTORS, "eigen": FACTORS + EIGENVALUES}
-# Of eigenvalues the products are kept (KAISA, section 4.4): one a weight.
+# Products of eigenvalues are stored, one per weight (KAISA, section 4.4).
 KEPT = {"inverse": FACTORS, "eigen": FACTORS - 7 + WEIGHTS}
 
 
@@ -33,18 +32,18 @@ def test_bytes_by_hand(mode: str, gradient_workers: int, solver: str) -> None:
     states = [placement.state_bytes(rank) for rank in ranks]
     received = [placement.communication_bytes(rank, 400) for rank in ranks]
 
-    def total(step: str, kind: str) -> float:
-        return sum(one[step][kind] for one in received) / FLOAT
+    def total(step: str, message: str) -> float:
+        return sum(row[step][message] for row in received) / FLOAT
 
-    assert sum(one["factors"] for one in states) == FLOAT * FACTORS
-    kept = sum(one["decompositions"] for one in states)
+    assert sum(row["factors"] for row in states) == FLOAT * FACTORS
+    kept = sum(row["decompositions"] for row in states)
     assert kept == FLOAT * g * KEPT[solver]
     sent = total("inverse", "decompositions")
     assert sent == (g - 1) * SENT[solver]
     away = total("plain", "preconditioned_gradients")
     assert away == (WORKERS - g) * WEIGHTS
-    # An all-reduce: 2 (P - 1) / P of the data at each of P workers. With the
-    # seven factors go the numbers of their rows.
+    # All-reduce: 2 (P - 1) / P of the data per worker. The message has the
+    # seven factors and their numbers of rows.
     assert total("plain", "gradients") == 2 * (WORKERS - 1) * 100
     reduced = 0 if mode == "dp_kfac" else FACTORS + 7
     assert total("factor", "factors") == 2 * (WORKERS - 1) * reduced

@@ -41,7 +41,7 @@ def smoothed(**options: Any) -> Any:
     return LOSSES.CategoricalCrossentropy(label_smoothing=0.1, **options)
 
 
-# Kind: labels, activation of the outputs, losses equal but for a constant.
+# Labels, activation of the outputs, losses equal but for a constant.
 SAME: dict[str, tuple[Array, str | None, list[Any]]] = {
     "square": (
         REAL,
@@ -103,10 +103,10 @@ def assert_same_step(got: list[Array], want: list[Array]) -> None:
         assert_close(ours, theirs, 2e-5)
 
 
-@pytest.mark.parametrize("kind", SAME)
-def test_a_constant_times_a_loss_makes_the_same_step(kind: str) -> None:
-    """Also with sampled labels, which are equal for equal predictions."""
-    y, activation, (loss, *others) = SAME[kind]
+@pytest.mark.parametrize("case", SAME)
+def test_constant_factors(case: str) -> None:
+    """Steps are equal, also with sampled labels."""
+    y, activation, (loss, *others) = SAME[case]
     for fisher, some in (("empirical", others), ("monte_carlo", others[-1:])):
         want, _ = step_of(network(activation), X, y, loss, fisher)
         for other in some:
@@ -125,7 +125,7 @@ def test_loss_weights_are_constant_factors() -> None:
     want, _ = step_of(two(), X, y, losses, loss_weights=[1.0, 2.0])
     got, _ = step_of(two(), X, y, losses, loss_weights=[10.0, 20.0])
     assert_same_step(got, want)
-    # Uphill is what was asked for: the gradient is that of minus the loss.
+    # A negative loss has the negative step.
     got, _ = step_of(two(), X, y, losses, loss_weights=[-1.0, -2.0])
     assert_same_step([-g for g in got], want)
 
@@ -151,7 +151,7 @@ MASK = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 0]], bool)
     ],
 )
 def test_terms_of_a_mean(case: str, sharing: str) -> None:
-    """`G = T sum c c^T / u^2 = (1/T) sum g g^T` with the terms' own `g`."""
+    """`G = T sum c c^T / u^2 = (1/T) sum g g^T`, g of each term."""
     width = 1 if case == "open" else 2
     inputs = keras.Input((None if case == "open" else 3, 4))
     h = layers.Masking()(inputs) if case == "mask" else inputs
@@ -166,7 +166,7 @@ def test_terms_of_a_mean(case: str, sharing: str) -> None:
     options: dict[str, Any] = {}
     loss, keep, terms = "mse", None, 12.0
     if case == "examples":
-        # One number for an example: its positions are outputs of one term.
+        # One loss per example: its positions are outputs of one term.
         terms = 4
 
         def loss(y: Any, p: Any) -> Any:
@@ -181,7 +181,7 @@ def test_terms_of_a_mean(case: str, sharing: str) -> None:
     elif case == "sum":
         loss = LOSSES.MeanSquaredError(reduction="sum")
     elif case == "open":
-        # Keras takes the mean over the positions, now the last axis.
+        # Keras averages over the last axis, here the positions.
         y, terms = y[..., 0], 4
     if keep is not None:
         g = g * keep[..., None]
@@ -242,8 +242,8 @@ def huber(y: Any, p: Any) -> Any:
     return LOSSES.huber(y, p, delta=0.5)
 
 
-def fussy(y: Any, p: Any) -> Any:
-    """A loss that fails on other labels than the expected."""
+def asserting(y: Any, p: Any) -> Any:
+    """A loss that fails on labels below 100."""
     tf.debugging.assert_greater(y, 99.0)
     return tf.reduce_mean(tf.square(p), -1)
 
@@ -255,7 +255,7 @@ HUBER = [
 ]
 
 
-@pytest.mark.parametrize("loss", [*HUBER, fussy])
+@pytest.mark.parametrize("loss", [*HUBER, asserting])
 def test_unknown_losses_have_unit_1(loss: Any) -> None:
     """A sum is treated as a mean times the number of examples."""
     y = REAL if loss in HUBER else np.full_like(REAL, 100)

@@ -5,7 +5,6 @@ program (`<run>/step<t>/...`); see the keys in `load`.
 """
 
 import functools
-import math
 import pathlib
 from typing import Any
 
@@ -20,16 +19,18 @@ from tests.support.harness import (
     compiled,
     find,
     flat,
-    half_squared_error,
     keras_gradients,
     randomize,
     train_once,
-    weights_of,
 )
 from tests.support.layer_cases import make_input
-from tests.support.layer_models import deep_model
-from tests.support.reference import Array
-from tests.support.small import gradients_of, loss
+from tests.support.reference import (
+    Array,
+    append_one,
+    factors,
+    gradient,
+    inverse_solve,
+)
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 
@@ -218,68 +219,27 @@ def test_one_example_is_exact_in_every_layer() -> None:
         assert_close(got, want, SOLVE_RTOL, f"layer {i // 2}")
 
 
-def white_batch(d_in: int, d_out: int) -> tuple[Array, Array]:
-    """A = G = I for a layer with zero weights and no bias."""
-    x = np.repeat(math.sqrt(d_in) * np.eye(d_in), d_out, axis=0)
-    y = np.tile(math.sqrt(d_out) * np.eye(d_out), (d_in, 1))
-    # Signs break the symmetry, so the mean gradient is not all ones.
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=len(x))
-    return x.astype("float32"), (signs[:, None] * y).astype("float32")
-
-
-@pytest.mark.parametrize(
-    ("solver", "inner"), [("eigen", "adam"), ("inverse", "sgd")]
-)
-def test_white_factors_leave_the_inner_optimizer(
-    solver: str, inner: str
-) -> None:
-    """With A = G = I and tiny damping, the run equals the inner optimizer's."""
-    x, y = white_batch(3, 4)
-    runs = []
-    for second_order in (True, False):
-        white = layers.Dense(4, use_bias=False, kernel_initializer="zeros")
-        model = keras.Sequential([keras.Input((3,)), white])
-        optimizer: Any = keras.optimizers.Adam(0.1)
-        if inner == "sgd":
-            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-        if second_order:
-            # The factors of the first step serve all five.
-            found = compiled(
-                model,
-                inner=optimizer,
-                solver=solver,
-                damping=1e-12,
-                factor_update_interval=100,
-                inverse_update_interval=100,
-            )
-        else:
-            model.compile(
-                optimizer=optimizer, loss=half_squared_error, run_eagerly=True
-            )
-        for _ in range(5):
-            model.train_on_batch(x, y)
-        if second_order:
-            (block,) = found.factors().values()
-            assert_close(block["A"], np.eye(3), 1e-6)
-            assert_close(block["G"], np.eye(4), 1e-6)
-        runs.append(weights_of(model)[0])
-    assert np.linalg.norm(runs[1]) > 0.1
-    assert_close(runs[0], runs[1], 3e-5, "weights")
-
-
-@pytest.mark.parametrize(
-    ("solver", "eager"), [("eigen", True), ("inverse", False)]
-)
-def test_huge_damping_is_the_gradient(solver: str, eager: bool) -> None:
-    """For a huge damping, `damping * P` is W in every block."""
-    huge = 1e8
-    x = make_input("", (6, 6, 2), 5)
-    labels = np.array([0, 2, 1, 2, 0])
-    model = deep_model("float32")
-    gradients = gradients_of(model, x, labels)
-    options = {"inner": huge, "damping": huge, "loss": loss(), "eager": eager}
-    step = train_once(model, x, labels, solver=solver, **options)
-    for variable, got, want in zip(
-        model.trainable_variables, step.delta, gradients, strict=True
-    ):
-        assert_close(got, want, 1e-3, variable.path)
+def test_matrices_of_equal_shapes() -> None:
+    """Equal gradient shapes with and without bias give correct steps."""
+    narrow, wide = keras.Input((3,)), keras.Input((4,))
+    outputs = layers.Add()(
+        [
+            layer(x)
+            for x, use_bias in ((narrow, True), (wide, False))
+            for layer in (layers.Dense(4, use_bias=use_bias) for _ in range(3))
+        ]
+    )
+    model = keras.Model([narrow, wide], outputs)
+    random = np.random.default_rng(8)
+    xs = [random.normal(size=(5, n)).astype("float32") for n in (3, 4)]
+    y = random.normal(size=(5, 4)).astype("float32")
+    a = [append_one(xs[0]), xs[1].astype("float64")]
+    g = (model.predict(xs, verbose=0) - y)[:, None]
+    step = train_once(model, xs, y, damping=DAMPING, eager=False)
+    biased, plain = step.delta[:6], step.delta[6:]
+    got = [np.vstack(biased[i : i + 2]) for i in (0, 2, 4)] + plain
+    for i, matrix in enumerate(got):
+        rows = a[i // 3][None, :, None]
+        W, (A, G) = gradient(rows[0], g), factors(rows[0], g)
+        want = inverse_solve(W, A, G, DAMPING)
+        assert_close(matrix, want, SOLVE_RTOL, f"layer {i}")

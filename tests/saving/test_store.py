@@ -22,9 +22,9 @@ def saved(entries: list[Entry]) -> dict[str, Any]:
 
 
 def load(store: dict[str, Any], entries: list[Entry]) -> None:
-    found = Saved(store)
-    found.match({e.layer for e in entries}, {STATE}, "test")
-    load_state(found, {0: entries}, 1, "test")
+    state = Saved(store)
+    state.match({e.layer for e in entries}, {STATE}, "test")
+    load_state(state, {0: entries}, 1, "test")
 
 
 def test_keys() -> None:
@@ -89,10 +89,10 @@ def slices(workers: int, length: int) -> dict[int, list[Entry]]:
 
 def loaded(store: dict[str, Any], entries: dict[int, list[Entry]]) -> list[Any]:
     """The values of each worker after it has loaded the store."""
-    found = Saved(store)
-    found.match({"a"}, {STATE}, "test")
+    state = Saved(store)
+    state.match({"a"}, {STATE}, "test")
     for rank, local in entries.items():
-        load_state(found, {rank: local}, len(entries), "test")
+        load_state(state, {rank: local}, len(entries), "test")
     return [e[0].variable.numpy().tolist() for e in entries.values()]
 
 
@@ -138,15 +138,16 @@ def test_numbers_of_workers(
     assert loaded(store, new) == after
 
 
-# ---------------------------------------------------------------- faults
+def test_clocks_of_several_owners() -> None:
+    """All replicas get the latest clock."""
+    new = numbers([0.0, 0.0], Spread.REPLICATED)
+    assert loaded({"state:x:a": np.array([2.0, 5.0])}, new) == [5.0, 5.0]
 
 
 def test_all_faults_are_listed() -> None:
     """Nothing is assigned if any entry differs."""
-    new = [
-        entry(*names, -1.0) for names in (("a", "x"), ("a", "y"), ("b", "x"))
-    ]
-    new.append(entry("c", "x", -1.0))
+    pairs = ("a", "x"), ("a", "y"), ("b", "x"), ("c", "x")
+    new = [entry(*pair, -1.0) for pair in pairs]
     stored = [entry("a", "x", np.nan), entry("b", "x", np.inf)]
     with pytest.raises(
         ValueError, match=r"'a': x has 1.*, y is not in the file; layer 'b': x"

@@ -96,8 +96,11 @@ def test_freezing_and_unfreezing_a_layer() -> None:
     train(model, optimizer)
     kept = optimizer.factors()["logits"]
     frozen, head = hidden.get_weights(), logits.get_weights()
+    (state,) = optimizer.method.states
+    state.counters.failures.assign([2, 3])
     hidden.trainable = False
     model.compile(optimizer, loss(), run_eagerly=True)
+    assert optimizer.events() == {"failed decompositions of logits": 3}
     np.testing.assert_array_equal(optimizer.factors()["logits"]["A"], kept["A"])
     assert "call" not in vars(hidden)
     model.train_on_batch(X, Y)
@@ -144,8 +147,8 @@ def test_jit_compile_without_a_gpu() -> None:
             warnings.simplefilter("error")
             want.compile(tfkfac.KFAC(), loss(), jit_compile=jit)
         assert is_tapped(want)
-    for one in (model, want):
-        one.fit(X, Y, verbose=0)
+    for each in (model, want):
+        each.fit(X, Y, verbose=0)
     assert not model.jit_compile
     assert_same(everything(model), everything(want))
     # The setting is changed for an optimizer of this package only.
