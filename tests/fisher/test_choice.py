@@ -1,5 +1,6 @@
 """Choice of the Fisher matrix, its summary, and `register_distribution`."""
 
+import functools
 from typing import Any
 
 import keras
@@ -72,13 +73,20 @@ def test_default_with_one_categorical_output() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fisher", "loss"), [("monte_carlo", "huber"), ("type2", "log_cosh")]
+    ("fisher", "loss", "outputs", "words"),
+    [
+        ("monte_carlo", "huber", OUT, "monte_carlo.*loss 'huber'"),
+        ("type2", "log_cosh", OUT, "type2.*loss 'log_cosh'"),
+        ("type2", "mse", 1025, "at most 1,024"),
+    ],
 )
-def test_loss_without_distribution_raises(fisher: str, loss: str) -> None:
-    model = network()
+def test_unusable_types_are_refused(
+    fisher: str, loss: str, outputs: int, words: str
+) -> None:
+    model = network(out=outputs)
     model.compile(tfkfac.KFAC(fisher=fisher), loss, run_eagerly=True)
-    with pytest.raises(ValueError, match=f"{fisher}.*loss '{loss}'"):
-        model.train_on_batch(X, REAL)
+    with pytest.raises(ValueError, match=words):
+        model.train_on_batch(X, np.zeros((len(X), outputs)))
 
 
 class Doubled(keras.Model):
@@ -116,13 +124,6 @@ def squares(y: Any, p: Any) -> Any:
     return tf.reduce_mean((p - y) ** 2)
 
 
-def test_type2_with_too_many_outputs() -> None:
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(1025)])
-    model.compile(tfkfac.KFAC(fisher="type2"), "mse", run_eagerly=True)
-    with pytest.raises(ValueError, match="at most 1,024"):
-        model.train_on_batch(X, np.zeros((len(X), 1025)))
-
-
 # ------------------------------------------------------ register_distribution
 @pytest.fixture(autouse=True)
 def clean_register(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,38 +150,29 @@ def huge_errors(y: Any, p: Any) -> Any:
     return tf.reduce_mean(50 * (y - p) ** 2 + tf.abs(p), -1)
 
 
-class HugeErrors(keras.losses.Loss):
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        return huge_errors(y_true, y_pred)
-
-
-@pytest.mark.parametrize(
-    ("loss", "distribution"),
-    [
-        (huge_errors, Tenths()),
-        pytest.param(HugeErrors, lambda loss: Tenths(), marks=pytest.mark.slow),
-    ],
-)
-def test_registered_distributions(loss: Any, distribution: Any) -> None:
+def test_registered_distributions() -> None:
     """The loss is a mean over three outputs, so its unit is divided by 3."""
-    register = tfkfac.register_distribution
-    register(loss, distribution, unit=1, features="mean")
+    register = functools.partial(tfkfac.register_distribution, features="mean")
+    register(huge_errors, Tenths(), unit=1)
     model = network()
-    used = loss if loss is huge_errors else loss()
-    factors = factors_after(model, X, REAL, used, "type2")
+    factors = factors_after(model, X, REAL, huge_errors, "type2")
     assert_close(find(factors, "out")["G"], 100 * np.eye(OUT), 2e-5)
-    assert fisher_summary(trained(used, REAL)).startswith("monte_carlo")
-    # A loss and its unit, both multiplied by 7, make the same step.
-    steps = {}
-    for factor, unit in [(1, 1.0), (7, 7.0)]:
-        scaled = lambda y, p, c=factor: c * huge_errors(y, p)  # noqa: E731
-        register(scaled, distribution, unit=unit, features="mean")
+    assert fisher_summary(trained(huge_errors, REAL)).startswith("monte_carlo")
+    # A loss and its unit, both multiplied by 7, give the same step.
+    steps = []
+    for factor in (1.0, 7.0):
+
+        class Scaled(keras.losses.Loss):
+            def call(self, y: Any, p: Any, factor: float = factor) -> Any:
+                return factor * huge_errors(y, p)
+
+        register(Scaled, lambda loss: Tenths(), unit=factor)
         model = network()
         before = model.get_weights()
-        model.compile(tfkfac.KFAC(fisher="type2"), scaled, run_eagerly=True)
+        model.compile(tfkfac.KFAC(fisher="type2"), Scaled(), run_eagerly=True)
         model.train_on_batch(X, REAL)
-        steps[factor] = model.get_weights()[2] - before[2]
-    assert_close(steps[7], steps[1], 2e-5)
+        steps.append(model.get_weights()[2] - before[2])
+    assert_close(steps[1], steps[0], 2e-5)
 
 
 def test_registered_function_returns_none() -> None:

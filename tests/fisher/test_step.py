@@ -76,7 +76,7 @@ def weights_after(model: Any, steps: int) -> list[Array]:
 
 
 def test_micro_batches_have_different_seeds() -> None:
-    """Two equal micro-batches have another G than one batch."""
+    """Two equal micro-batches have a G that differs from one batch's."""
     micro_batches = compiled(dropout=0.0, gradient_accumulation_steps=2)
     weights_after(micro_batches, 2)
     batch = compiled(dropout=0.0)

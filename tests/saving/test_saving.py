@@ -27,6 +27,7 @@ from tests.support.small import (
     curvature,
     data,
     everything,
+    gradients_of,
     kfac_of,
     loss,
     mlp,
@@ -298,6 +299,25 @@ def test_saved_before_training(tmp_path: Path) -> None:
     train(copy, 0, 1)
     assert int(kfac_of(copy).factor_updates) == 1
     assert kfac_of(copy).factors()["logits"]["A"].any()
+
+
+def test_checkpoint_restored_before_the_first_step(tmp_path: Path) -> None:
+    """The order of a custom loop: attach, restore, train."""
+    runs = []
+    for restored in (False, True):
+        model = mlp()
+        optimizer = tfkfac.KFAC(factor_update_interval=3).attach(model)
+        saved = tf.train.Checkpoint(model=model, optimizer=optimizer)
+        if restored:
+            saved.restore(str(tmp_path / "checkpoint-1"))
+        for step in range(2 * restored, 4):
+            gradients = gradients_of(model, *data(seed=step))
+            optimizer.apply(gradients, model.trainable_variables)
+            if step == 1:
+                saved.save(str(tmp_path / "checkpoint"))
+        weights = {str(i): w for i, w in enumerate(model.get_weights())}
+        runs.append({**weights, **curvature(optimizer)})
+    assert_same(runs[1], runs[0])
 
 
 # ------------------------------------------------------------- SavedModels

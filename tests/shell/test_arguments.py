@@ -7,10 +7,16 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
-from keras.optimizers.schedules import CosineDecay, ExponentialDecay
+from keras.optimizers.schedules import (
+    CosineDecay,
+    ExponentialDecay,
+    PiecewiseConstantDecay,
+)
 
 import tfkfac
+from tests.support.schedules import Formula
 from tests.support.small import compiled_mlp, loss, mlp
 from tfkfac.capture.walk import matches
 from tfkfac.shell.arguments import Hyperparameter
@@ -141,6 +147,32 @@ def test_schedules_are_saved(cls: Any, name: str) -> None:
     copy = getattr(round_trip(cls(**{name: schedule()})), name)
     assert type(copy) is ExponentialDecay
     assert copy.get_config() == schedule().get_config()
+
+
+DAMPING = 0.03  # not exact in binary
+LATE = 2**31 + 1  # float32 is exact up to 2^24
+# Value, iteration, expected value, rules.
+EXACT: list[tuple[Any, int, float, dict[str, Any]]] = [
+    (DAMPING, 3, DAMPING, {}),
+    (Formula(lambda step: np.float64(DAMPING)), 3, DAMPING, {}),
+    (Formula(lambda step: DAMPING * step / 2), 10, DAMPING * 5, {}),
+    *(
+        (PiecewiseConstantDecay([LATE], [3, 5]), step, want, {"integer": True})
+        for step, want in ((LATE - 1, 3), (LATE, 3), (LATE + 1, 5))
+    ),
+]
+
+
+def test_hyperparameters_are_exact() -> None:
+    """Values are in float64, of any iteration."""
+    for value, iteration, want, rules in EXACT:
+        parameter = Hyperparameter("x", value, **rules)
+        parameter.build()
+        assert parameter.at(tf.constant(iteration, tf.int64)).numpy() == want
+    parameter = Hyperparameter("x", 1)
+    parameter.build()
+    parameter.set(DAMPING)
+    assert parameter.at(tf.constant(0)).numpy() == DAMPING
 
 
 def test_config_round_trip() -> None:

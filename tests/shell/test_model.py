@@ -74,8 +74,8 @@ CASES: dict[str, dict[str, Any]] = {
 def test_differences_are_named() -> None:
     first = network()
     for want, options in CASES.items():
-        found = differences(first, network(**options))
-        assert any(text.startswith(want) for text in found), found
+        texts = differences(first, network(**options))
+        assert any(text.startswith(want) for text in texts), texts
 
 
 def test_ignored_differences() -> None:

@@ -152,17 +152,19 @@ GETTERS: dict[tuple[Any, str], Callable[[Any], Any]] = {
 def has_value(owner: Any, item: Any, name: str, value: Any) -> bool:
     """True if an object has the value of an argument."""
     if name.endswith("_optimizer"):
-        found = getattr(item, name)
+        current = getattr(item, name)
         if isinstance(value, str):
-            return (type(found).__name__.lower() if found else "inner") == value
-        return value is None or float(found.learning_rate) == value
+            return (
+                type(current).__name__.lower() if current else "inner"
+            ) == value
+        return value is None or float(current.learning_rate) == value
     if value is None and name in ("learning_rate", "gradient_worker_fraction"):
         return True
     read = GETTERS.get((owner, name), lambda o: getattr(o, name))
-    found = read(item)
+    current = read(item)
     if value is None and (owner, name) == (KFAC, "momentum"):
-        return bool(found == 0.5)
-    return bool(found == ((value,) if name == "skip_layers" else value))
+        return bool(current == 0.5)
+    return bool(current == ((value,) if name == "skip_layers" else value))
 
 
 @pytest.mark.parametrize("owner", TAKES)
@@ -247,14 +249,14 @@ def test_wrong_schedules(owner: Any, name: str) -> None:
 
     with pytest.raises(TypeError, match=f"`{name}`"):
         owner(**{name: lambda iteration: 0.1})
-    for function, found in (
+    for function, result in (
         (lambda _: NAN, "returns nan"),
         (lambda _: -1.0, "returns -1.0"),
         (lambda _: [1.0, 2.0], r"returns \[1. 2.\]"),
         (lambda _: None, "raises"),
         (fails, "raises KeyError"),
     ):
-        message = rf"Argument `{name}` must return .*{found}.* iteration 0"
+        message = rf"Argument `{name}` must return .*{result}.* iteration 0"
         with pytest.raises(ValueError, match=message):
             mlp().compile(owner(**{name: Formula(function)}), loss())
 
