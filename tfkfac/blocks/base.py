@@ -13,7 +13,6 @@ import abc
 import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -29,20 +28,8 @@ from tfkfac.blocks.rows import (
     with_shape,
 )
 from tfkfac.capture.taps import Record
+from tfkfac.compat.functions import TraceKey
 from tfkfac.factors import Dense, Diagonal, Factor, Limit
-
-
-class TraceKey(NamedTuple):
-    """Key under which layer calls share one traced statistics function.
-
-    Attributes:
-        key: Calls with equal keys share the function.
-        any_size: True if the function works for tensors of any size. Defaults
-            to True.
-    """
-
-    key: Hashable
-    any_size: bool = True
 
 
 class Block(abc.ABC):

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import MatrixBlock, PerExampleBlock, TraceKey
+from tfkfac.blocks.base import MatrixBlock, PerExampleBlock
 from tfkfac.blocks.patches import (
     Geometry,
     channel_grams,
@@ -24,7 +24,7 @@ from tfkfac.blocks.rows import (
     size_of,
 )
 from tfkfac.capture.taps import Record
-from tfkfac.compat.functions import shared_call
+from tfkfac.compat.functions import TraceKey, shared_call
 from tfkfac.factors import Dense, Stack
 
 

@@ -9,9 +9,10 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import MatrixBlock, TraceKey
+from tfkfac.blocks.base import MatrixBlock
 from tfkfac.blocks.rows import Rows, fold_mask, fold_positions
 from tfkfac.capture.taps import Record
+from tfkfac.compat.functions import TraceKey
 
 
 class DenseBlock(MatrixBlock):

@@ -7,10 +7,11 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Block, MatrixBlock, TraceKey
+from tfkfac.blocks.base import Block, MatrixBlock
 from tfkfac.blocks.dense import DenseBlock
 from tfkfac.blocks.rows import Rows, Statistic, fold_mask, fold_positions
 from tfkfac.capture.taps import Record
+from tfkfac.compat.functions import TraceKey
 from tfkfac.factors import Diagonal, Factor
 
 

@@ -9,10 +9,10 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Block, PerExampleBlock, TraceKey
+from tfkfac.blocks.base import Block, PerExampleBlock
 from tfkfac.blocks.rows import Rows, fold_axes, with_shape
 from tfkfac.capture.taps import Record
-from tfkfac.compat.functions import shared_call
+from tfkfac.compat.functions import TraceKey, shared_call
 from tfkfac.compat.overrides import given_moments
 from tfkfac.factors import Factor, Stack
 

@@ -11,9 +11,8 @@ tutorial).
 """
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +21,7 @@ import tensorflow as tf
 from tfkfac.blocks.base import Block
 from tfkfac.blocks.rows import Rows, Statistic, size_of
 from tfkfac.capture.taps import Record
-from tfkfac.compat.functions import Kind, each, shared_call
+from tfkfac.compat.functions import shared_call
 
 # Default subsample: 1/4 of the batch, at least 64 examples over all workers.
 # Statistics of fewer examples cost accuracy and hardly save time.
@@ -187,15 +186,11 @@ def batch_statistics(
         return {}
     scalars = view.scalars()  # Read variables once, not for each layer.
     view = view.with_scalars(scalars)
-    calls = [
-        _statistics_call(block, record, view)
-        for block, records in layers.values()
-        for record in records
-    ]
-    functions, keys, tensors = map(list, zip(*calls, strict=True))
-    results = iter(each(functions, tensors, scalars, like=keys))
     return {
-        layer: _pool(block, list(itertools.islice(results, len(records))))
+        layer: _pool(
+            block,
+            [_call_statistics(block, r, view, scalars) for r in records],
+        )
         for layer, (block, records) in layers.items()
     }
 
@@ -235,35 +230,46 @@ def _add(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return sum(others, first)
 
 
-# Inputs, gradient and moments of a call.
-_Tensors = tuple[Any, ...]
-
-
-def _statistics_call(
-    block: Block, record: Record, view: View
-) -> tuple[Callable[..., dict[str, Statistic]], Kind | None, _Tensors]:
-    """Returns the statistics function of a call, its key and its tensors."""
+def _call_statistics(
+    block: Block,
+    record: Record,
+    view: View,
+    scalars: Mapping[str, tf.Tensor],
+) -> dict[str, Statistic]:
+    """Statistics of one call; calls with equal trace keys share a trace."""
     has_key = record.mask is None and not view.weightless
     trace_key = block.trace_key(record) if has_key else None
     if trace_key is None:
-        return lambda *_: _sums(block, record, view), None, ()
+        return _sums(block, record, view)
 
     def sums(
-        tensors: _Tensors, scalars: Mapping[str, tf.Tensor]
+        inputs: tf.Tensor,
+        gradient: tf.Tensor,
+        moments: Any,
+        scalars: Mapping[str, tf.Tensor],
     ) -> dict[str, Statistic]:
-        inputs, gradient, moments = tensors
-        new = dataclasses.replace(
+        traced = dataclasses.replace(
             record, inputs=inputs, gradient=gradient, moments=moments or None
         )
-        return _sums(block, new, view.with_scalars(scalars))
+        return _sums(block, traced, view.with_scalars(scalars))
 
-    part, any_size = view.subsample, trace_key.any_size
-    subsample = part and (part.fraction, part.least)
-    key = "statistics", trace_key.key, view.sharing, subsample
-    # Only convolutions depend on sizes; `placed` gives them oneDNN kernels.
-    function_key = Kind(key, any_size, placed=not any_size)
-    moments = tuple(record.moments or ())
-    return sums, function_key, (record.inputs, record.gradient, moments)
+    subsample = view.subsample
+    return shared_call(
+        (
+            "statistics",
+            trace_key.key,
+            view.sharing,
+            subsample and (subsample.fraction, subsample.least),
+        ),
+        sums,
+        record.inputs,
+        record.gradient,
+        tuple(record.moments or ()),
+        scalars,
+        any_size=trace_key.any_size,
+        # Only convolutions depend on sizes; give them oneDNN kernels.
+        placed=not trace_key.any_size,
+    )
 
 
 def _sums(block: Block, record: Record, view: View) -> dict[str, Statistic]:

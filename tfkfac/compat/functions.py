@@ -1,10 +1,8 @@
 """Trace a per-layer function once per graph and call it for every layer."""
 
 import contextlib
-import dataclasses
-import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import tensorflow as tf
@@ -22,31 +20,27 @@ from tfkfac.compat.graphs import Tracked, in_xla, not_inlined, open_graphs
 
 T = TypeVar("T")
 
-# Cost of tracing the body of a function, in units of one call.
-_BODY = 6
 # Names of the graph attributes that hold traced functions and branches.
 _SHARED = "_tfkfac_shared_functions"
 _BRANCHES = "_tfkfac_branches"
 
 
-class Kind(NamedTuple):
-    """Cache key of `each`: calls with equal keys share one traced function.
+class TraceKey(NamedTuple):
+    """Key under which calls share one traced function.
 
     Attributes:
         key: A hashable value. It differs between calls that need different
             operations for arguments of equal shapes and dtypes.
-        any_size: True to trace once for all sizes, see `shared_call`.
-        placed: True to call a placed function, see `shared_call`, even for a
-            key with a single call.
+        any_size: True if the function works for tensors of any size, see
+            `shared_call`. Defaults to True.
     """
 
-    key: Hashable = None
-    any_size: bool = False
-    placed: bool = False
+    key: Hashable
+    any_size: bool = True
 
 
 class Member(Tracked):
-    """Object with variables that `each` can pass to a traced function.
+    """Object with variables that can be an argument of `shared_call`.
 
     Attributes:
         held: Names of the attributes that are variables or lists of variables.
@@ -55,8 +49,8 @@ class Member(Tracked):
     held: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def like(self) -> Kind:
-        """Cache key; equal for objects that differ only in their variables."""
+    def key(self) -> TraceKey:
+        """Trace key; equal for objects that differ only in their variables."""
         raise NotImplementedError
 
     def variable_values(self) -> list[Any]:
@@ -71,163 +65,34 @@ class Member(Tracked):
         return copy
 
 
-def each(
-    function: Callable[..., Any] | Sequence[Callable[..., Any]],
-    *columns: Any,
-    like: Kind | Sequence[Kind | None] | None = None,
-    around: Callable[[int], AbstractContextManager[None]] | None = None,
-) -> list[Any]:
-    """Map a function over per-block arguments; equal keys share a trace.
+def shared(method: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a method of a `Member` to share its trace between objects.
 
-    For example, `each(f, [x0, x1], [y0, y1], like=Kind())` returns
-    `[f(x0, y0), f(x1, y1)]`. If shapes and dtypes are equal, `f` is traced
-    once. A call of the trace costs a few milliseconds in the first step and
-    some microseconds in later steps, so one traced function handles several
-    rows. A key with a single row is inlined, unless `placed`.
-
-    Args:
-        function: The function, or a list with one function per row. It must
-            use only tensors and variables that are arguments, and no
-            collectives.
-        columns: One list per argument with one entry per row. A row with an
-            entry None is skipped. An argument that is not a list is passed to
-            all rows. Entries are tensors, variables, `Member` objects, or
-            nests or dataclasses of these. Any other entry is a constant.
-        like: Key of all rows, or a list with one key per row. A row with the
-            key None is never shared. Defaults to the `like` of the first
-            `Member` in a row.
-        around: Function from a row index to a context manager, entered during
-            the call of this row. Rows are then called one by one.
-
-    Returns:
-        List of results, one per row; None for skipped rows. In a graph static
-        sizes may be unknown; the caller can restore them with `set_shape`.
+    In a graph the method is called by `shared_call`, with the key of the
+    object. Static sizes of the results may be unknown; the caller can restore
+    them with `set_shape`.
     """
-    count = max(len(column) for column in columns if isinstance(column, list))
-    rows: dict[int, _Row] = {}
-    for i in range(count):
-        args = [c[i] if isinstance(c, list) else c for c in columns]
-        if all(arg is not None for arg in args):
-            row_function = function if callable(function) else function[i]
-            key = like if like is None or isinstance(like, Kind) else like[i]
-            if like is None:
-                key = next(a.like for a in args if isinstance(a, Member))
-            common = row_function if callable(function) else None
-            rows[i] = _Row(row_function, args, key, common)
-    if not tf.executing_eagerly() and around is None:
-        results = _call_grouped(rows)
-    else:
-        results = {}
-        for i, row in rows.items():
-            with around(i) if around else contextlib.nullcontext():
-                (results[i],) = _call([row])
-    return [results.get(i) for i in range(count)]
 
+    @functools.wraps(method)
+    def call(self: Member, *args: Any) -> T:
+        key, any_size = self.key
+        return shared_call(
+            (method, key), method, self, *args, any_size=any_size
+        )
 
-def fields(rows: Sequence[Any], count: int) -> list[list[Any]]:
-    """Transpose the tuples that `each` returns into `count` lists."""
-    return [
-        [None if row is None else row[k] for row in rows] for k in range(count)
-    ]
-
-
-def flags(column: Sequence[tf.Tensor | None], otherwise: bool) -> tf.Tensor:
-    """Stack scalar bools to a vector, with `otherwise` in place of None."""
-    if not column:
-        return tf.zeros([0], tf.bool)
-    default = tf.constant(otherwise)
-    return tf.stack([default if flag is None else flag for flag in column])
-
-
-class _Row(NamedTuple):
-    """One call of `each`; `common` is the function if all rows share it."""
-
-    function: Callable[..., Any]
-    args: Sequence[Any]
-    key: Kind | None
-    common: Callable[..., Any] | None
-
-    @property
-    def signature(self) -> Hashable:
-        """Cache key without the shapes and dtypes of the arguments."""
-        constants = tuple(arg for arg in self.args if _is_constant(arg))
-        return self.key and (self.common, self.key, constants)
-
-    @property
-    def nests(self) -> list[Any]:
-        """The arguments as nests of tensors and variables."""
-        return list(map(_to_nest, self.args))
-
-    def call(self, *nests: Any) -> Any:
-        """Call the function with arguments rebuilt from the given nests."""
-        pairs = zip(self.args, nests, strict=True)
-        return self.function(*(_from_nest(arg, nest) for arg, nest in pairs))
-
-
-def _call_grouped(rows: Mapping[int, _Row]) -> dict[int, Any]:
-    """Group calls by key; one graph call per group of equal keys."""
-    by_key: dict[Hashable, list[int]] = {}
-    results: dict[int, Any] = {}
-    for i, row in rows.items():
-        key: Hashable = i
-        if row.key is not None:
-            leaves = tf.nest.flatten(row.nests)
-            specs = (_LeafSpec.of(leaf, row.key.any_size) for leaf in leaves)
-            key = row.signature, *specs
-        by_key.setdefault(key, []).append(i)
-    for indices in by_key.values():
-        first = rows[indices[0]]
-        if len(indices) == 1 and not (first.key and first.key.placed):
-            results[indices[0]] = first.function(*first.args)
-            continue
-        size = group_size(len(indices))
-        for start in range(0, len(indices), size):
-            group = indices[start : start + size]
-            results.update(
-                zip(group, _call([rows[i] for i in group]), strict=True)
-            )
-    return results
-
-
-def _call(rows: Sequence[_Row]) -> list[Any]:
-    """Call the function of rows with equal keys, in one graph call."""
-    first = rows[0]
-    if first.key is None or tf.executing_eagerly():
-        return [row.function(*row.args) for row in rows]
-
-    def call_all(*nests_by_row: Sequence[Any]) -> list[Any]:
-        return [first.call(*nests) for nests in nests_by_row]
-
-    _, any_size, placed = first.key
-    return shared_call(
-        (len(rows), first.signature),
-        call_all,
-        *(row.nests for row in rows),
-        any_size=any_size,
-        placed=placed,
-    )
-
-
-def group_size(count: int) -> int:
-    """Rows per graph call that minimise the cost of tracing and calling."""
-    return min(
-        range(1, math.isqrt(count) + 1),
-        key=lambda size: _BODY * (size + count % size) + count // size,
-    )
+    return call
 
 
 def _is_constant(arg: Any) -> bool:
     """True if an argument contains neither tensors nor variables."""
-    is_state = isinstance(arg, Member) or dataclasses.is_dataclass(arg)
-    return not (is_state or tf.nest.is_nested(arg) or tf.is_tensor(arg))
+    is_tensor = tf.is_tensor(arg) or tf.nest.is_nested(arg)
+    return not (is_tensor or isinstance(arg, Member))
 
 
 def _to_nest(arg: Any) -> Any:
     """Convert an argument to a nest of tensors and variables."""
     if isinstance(arg, Member):
         return arg.variable_values()
-    if dataclasses.is_dataclass(arg):
-        return [getattr(arg, field.name) for field in dataclasses.fields(arg)]
     return [] if _is_constant(arg) else arg
 
 
@@ -235,25 +100,23 @@ def _from_nest(arg: Any, nest: Any) -> Any:
     """Invert `_to_nest`: a copy of `arg` with the contents of the nest."""
     if isinstance(arg, Member):
         return arg.with_variables(nest)
-    if dataclasses.is_dataclass(arg) and not isinstance(arg, type):
-        names = [field.name for field in dataclasses.fields(arg)]
-        return dataclasses.replace(arg, **dict(zip(names, nest, strict=True)))
     return arg if _is_constant(arg) else nest
 
 
 def shared_call(
-    signature: Hashable,
+    key: Hashable,
     function: Callable[..., T],
     *args: Any,
     any_size: bool = False,
     placed: bool = False,
 ) -> T:
-    """Call a function that is traced once per graph and signature.
+    """Call a function that is traced once per graph and key.
 
-    The first call traces the function. Later calls with an equal signature,
-    and arguments of equal shapes and dtypes, add one call operation to the
-    graph. In eager mode this is a plain call of the function. Traces live as
-    long as the outermost graph.
+    The first call traces the function. Later calls with an equal key, equal
+    constants, and tensors of equal shapes and dtypes add one call operation to
+    the graph: a few milliseconds in the first step and some microseconds in
+    later steps. In eager mode this is a plain call of the function. Traces
+    live as long as the outermost graph.
 
     This relies on `inference_fn` of a concrete function. Calling it directly
     skips the checks of arguments, which take most of the time that a
@@ -261,12 +124,12 @@ def shared_call(
     caller, and error messages name the caller.
 
     Args:
-        signature: Cache key of the function, in addition to the shapes and
-            dtypes of the arguments.
+        key: Cache key of the function, in addition to the arguments. None to
+            call the function without sharing its trace.
         function: The function. It must use only tensors and variables that
             are arguments, and no collectives.
-        args: Nests of tensors and variables. Ranks must be known if
-            `any_size`.
+        args: Tensors, variables, nests of these, `Member` objects, or
+            hashable constants. Ranks must be known if `any_size`.
         any_size: True to trace once for all sizes. Static sizes of the results
             are then unknown; the caller can restore them with `set_shape`.
         placed: True to call by `PartitionedCall`, to which TensorFlow applies
@@ -278,15 +141,21 @@ def shared_call(
         The results of the function.
     """
     graphs = [graph for graph in open_graphs() if graph.building_function]
-    if not graphs:
+    if not graphs or key is None:
         return function(*args)
-    shared = _graph_attribute(graphs[-1], _SHARED, dict)
-    leaves = tf.nest.flatten(args)
+    traces = _graph_attribute(graphs[-1], _SHARED, dict)
+    nests = [_to_nest(arg) for arg in args]
+    leaves = tf.nest.flatten(nests)
     specs = [_LeafSpec.of(leaf, any_size) for leaf in leaves]
-    key = signature, *specs
-    if key not in shared:
-        shared[key] = _trace(function, args, specs)
-    traced = shared[key]
+    constants = [arg for arg in args if _is_constant(arg)]
+    full_key = key, *constants, *specs
+    if full_key not in traces:
+
+        def call(*nests: Any) -> T:
+            return function(*map(_from_nest, args, nests))
+
+        traces[full_key] = _trace(call, nests, specs)
+    traced = traces[full_key]
     tensors = [
         leaf.handle if spec.is_variable else tf.convert_to_tensor(leaf)
         for leaf, spec in zip(leaves, specs, strict=True)

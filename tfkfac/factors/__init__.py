@@ -10,7 +10,7 @@ from tfkfac.factors.base import (
     Part,
     Side,
     Tensors,
-    kind_of,
+    trace_key,
 )
 from tfkfac.factors.low_rank import Limit, LowRank
 from tfkfac.factors.matrices import Dense, Diagonal, Stack
@@ -27,5 +27,5 @@ __all__ = [
     "Side",
     "Stack",
     "Tensors",
-    "kind_of",
+    "trace_key",
 ]

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.compat.functions import Kind
+from tfkfac.compat.functions import TraceKey
 from tfkfac.linalg.symmetric import pack, packed_size, unpack
 
 
@@ -301,8 +301,8 @@ class Factor(abc.ABC):
         return values
 
 
-def kind_of(factors: Mapping[str, Factor], key: Hashable) -> Kind:
-    """Key for `each`, equal for blocks whose factors differ in size only.
+def trace_key(factors: Mapping[str, Factor], key: Hashable) -> TraceKey:
+    """Trace key, equal for blocks whose factors differ in size only.
 
     If a factor type does not support `any_size`, sizes must be equal, too.
 
@@ -312,5 +312,5 @@ def kind_of(factors: Mapping[str, Factor], key: Hashable) -> Kind:
     """
     if all(factor.any_size for factor in factors.values()):
         types = tuple((name, type(factor)) for name, factor in factors.items())
-        return Kind((key, types), any_size=True)
-    return Kind((key, tuple(factors.items())))
+        return TraceKey((key, types))
+    return TraceKey((key, tuple(factors.items())), any_size=False)

@@ -13,8 +13,8 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks import Block, LayerGradient, MatrixGradient, Statistic
-from tfkfac.compat.functions import Kind, Member, when
-from tfkfac.factors import Factor, Tensors, kind_of
+from tfkfac.compat.functions import Member, TraceKey, shared, when
+from tfkfac.factors import Factor, Tensors, trace_key
 from tfkfac.linalg.tensors import all_finite, rounding, select
 from tfkfac.saving.entries import Read, Spread
 from tfkfac.saving.slots import Slots
@@ -67,9 +67,10 @@ class FactorAverages(Slots, Member):
 
     @property
     @override
-    def like(self) -> Kind:
-        return kind_of(self._specs, self.names)
+    def key(self) -> TraceKey:
+        return trace_key(self._specs, self.names)
 
+    @shared
     def update(
         self,
         statistics: Mapping[str, Statistic],
@@ -109,6 +110,7 @@ class FactorAverages(Slots, Member):
         """The averaged factors by name; zeros before the first update."""
         return _corrected(self.names, self.averages, self.weight)
 
+    @shared
     def decompose(self, solver: Solver, damping: tf.Tensor) -> Tensors:
         """Decompose the averaged factors."""
         values = self.values()
@@ -197,9 +199,10 @@ class Decomposition(Slots, Member):
 
     @property
     @override
-    def like(self) -> Kind:
-        return kind_of(self._block.factors, (self.solver, self._dtype))
+    def key(self) -> TraceKey:
+        return trace_key(self._block.factors, (self.solver, self._dtype))
 
+    @shared
     def replace(
         self, parts: Tensors, damping: tf.Tensor, due: tf.Tensor
     ) -> tf.Tensor:
@@ -225,6 +228,7 @@ class Decomposition(Slots, Member):
             tensors = {k: tf.cast(v, dtype) for k, v in tensors.items()}
         return self.solver.apply(self._block.factors, tensors, gradient)
 
+    @shared
     def precondition(
         self, matrix: tf.Tensor, scale: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -232,6 +236,7 @@ class Decomposition(Slots, Member):
         plain = MatrixGradient(matrix).scaled(scale)
         return plain.value, self.apply(plain).matrix
 
+    @shared
     def precondition_momentum(self, momentum: "Momentum") -> tf.Tensor:
         """Recompute the preconditioned momentum after an inverse update."""
         plain = MatrixGradient(tf.convert_to_tensor(momentum.value))
@@ -257,9 +262,10 @@ class Momentum(Slots, Member):
 
     @property
     @override
-    def like(self) -> Kind:
-        return Kind("momentum", any_size=True)
+    def key(self) -> TraceKey:
+        return TraceKey("momentum")
 
+    @shared
     def add(
         self, matrix: tf.Tensor, preconditioned: tf.Tensor, decay: float
     ) -> tuple[tf.Tensor, tf.Tensor]:

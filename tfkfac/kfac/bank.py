@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
-from tfkfac.compat.functions import each, fields, flags
 from tfkfac.compat.graphs import Tracked, state_variable
 from tfkfac.factors import Tensors
 from tfkfac.kfac.averages import (
@@ -161,24 +160,26 @@ class State(Tracked):
         counters = self.counters
         due_flags = tf.logical_or(due, counters.without_statistics())
         due_list = tf.unstack(due_flags)
-        averages = [p.factors for p in self.preconditioners]
-        new = [statistics.get(i) for i in range(len(due_list))]
-        updated, finite, valid = fields(
-            each(FactorAverages.update, averages, new, decay, due_list), 3
-        )
-        for i, named in statistics.items():
+        updated: dict[int, tf.Tensor] = {}
+        finite: dict[int, tf.Tensor] = {}
+        valid: dict[int, tf.Tensor] = {}
+        for i, named in sorted(statistics.items()):
             preconditioner = self.preconditioners[i]
-            if preconditioner.factors is None:  # stored by other workers
+            if preconditioner.factors is not None:
+                updated[i], finite[i], valid[i] = preconditioner.factors.update(
+                    named, decay, due_list[i]
+                )
+            else:  # stored by other workers
                 specs = preconditioner.block.factors
                 complete, good = check_statistics(specs, named)
                 updated[i] = due_list[i] & complete & good
         count_each(
-            due_flags & ~flags(finite, otherwise=True),
+            due_flags & ~counters.flags(finite),
             counters.rejected,
             counters.paths,
             "statistics are not finite, the factors keep their values.",
         )
-        dropped = ~flags(valid, otherwise=True)
+        dropped = ~counters.flags(valid)
         count_each(
             dropped,
             counters.dropped,
@@ -186,7 +187,7 @@ class State(Tracked):
             "the factors are not finite, their averages restart.",
         )
         counters.request_decomposition(dropped)
-        updates = tf.cast(flags(updated, otherwise=False), tf.int64)
+        updates = tf.cast(counters.flags(updated, otherwise=False), tf.int64)
         counters.observed.assign_add(updates)
         return tf.minimum(tf.reduce_sum(updates), 1)
 
@@ -194,21 +195,15 @@ class State(Tracked):
         self, places: Sequence[int], solver: Solver, damping: tf.Tensor
     ) -> dict[int, Tensors]:
         """Decompose this worker's factors of the blocks at `places`."""
-        results = each(
-            FactorAverages.decompose,
-            [
-                p.factors if i in places else None
-                for i, p in enumerate(self.preconditioners)
-            ],
-            solver,
-            damping,
-            around=lambda i: name_in_memory_errors(self.counters.paths[i]),
-        )
-        parts = {i: new for i, new in enumerate(results) if new is not None}
-        for i, new in parts.items():
-            specs = solver.all_parts(self.preconditioners[i].block.factors)
-            for name, tensor in new.items():
-                tensor.set_shape(specs[name].shape)
+        parts: dict[int, Tensors] = {}
+        for i, preconditioner in enumerate(self.preconditioners):
+            if i in places and preconditioner.factors is not None:
+                block = preconditioner.block
+                with name_in_memory_errors(block.path):
+                    parts[i] = preconditioner.factors.decompose(solver, damping)
+                specs = solver.all_parts(block.factors)
+                for name, tensor in parts[i].items():
+                    tensor.set_shape(specs[name].shape)
         return parts
 
     def replace_decompositions(
@@ -219,24 +214,17 @@ class State(Tracked):
     ) -> None:
         """Replace the decompositions that are due, where they are finite."""
         counters = self.counters
-        decompositions = [p.decomposition for p in self.preconditioners]
-        finite = each(
-            Decomposition.replace,
-            decompositions,
-            [parts.get(i) for i in range(len(self.preconditioners))],
-            damping,
-            tf.unstack(due),
-        )
-        each(
-            Decomposition.precondition_momentum,
-            decompositions,
-            [
-                p.momentum if i in parts else None
-                for i, p in enumerate(self.preconditioners)
-            ],
-        )
+        due_list = tf.unstack(due)
+        finite = {}
+        for i, tensors in sorted(parts.items()):
+            preconditioner = self.preconditioners[i]
+            decomposition = preconditioner.decomposition
+            if decomposition is not None:
+                finite[i] = decomposition.replace(tensors, damping, due_list[i])
+                if preconditioner.momentum is not None:
+                    decomposition.precondition_momentum(preconditioner.momentum)
         count_each(
-            due & ~flags(finite, otherwise=True),
+            due & ~counters.flags(finite),
             counters.failures,
             counters.paths,
             "the decomposition failed, the last valid one stays in use; a "
@@ -389,10 +377,17 @@ class Counters(Slots):
         """Return a bool per block, True if it has no statistics yet."""
         return tf.equal(self.observed, 0)
 
-    def flags(self, by_position: Mapping[int, tf.Tensor | None]) -> tf.Tensor:
-        """Return a bool per block, True where `by_position` has none."""
-        column = [by_position.get(i) for i in range(len(self.paths))]
-        return flags(column, otherwise=True)
+    def flags(
+        self,
+        by_position: Mapping[int, tf.Tensor | None],
+        otherwise: bool = True,
+    ) -> tf.Tensor:
+        """Return a bool per block, `otherwise` where `by_position` has none."""
+        if not self.paths:
+            return tf.zeros([0], tf.bool)
+        default = tf.constant(otherwise)
+        flags = [by_position.get(i) for i in range(len(self.paths))]
+        return tf.stack([default if flag is None else flag for flag in flags])
 
 
 class Number:

@@ -3,7 +3,8 @@
 A gradient is preconditioned as a matrix, or as rows (a, g) with `W = a^T g`.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -11,7 +12,7 @@ import tensorflow as tf
 
 from tfkfac.blocks import Block, LayerGradient, MatrixGradient, RowGradient
 from tfkfac.blocks.embedding import EmbeddingBlock, PositionEmbeddingBlock
-from tfkfac.compat.functions import Kind, each, fields, when
+from tfkfac.compat.functions import shared_call, when
 from tfkfac.compat.optimizers import rate_of
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.averages import Decomposition
@@ -38,8 +39,6 @@ from tfkfac.training.step import Gradients, Step
 
 # Blocks of embedding tables: an example uses only some rows of the table.
 TABLES = (EmbeddingBlock, PositionEmbeddingBlock)
-# Cache key of calls that are traced once for all tensor sizes.
-ANY_SIZE = Kind(any_size=True)
 
 
 class Preconditioned(NamedTuple):
@@ -260,14 +259,20 @@ def precondition_matrices(
     places = [layer.position for layer in layers]
     pairs = zip(places, preconditioned, strict=True)
     local = {i: [P] for i, P in pairs if P is not None}
-    shared = exchange.share_gradients(step.group, local, places)
-    received = [shared[i][0] for i in places]
-    finished = each(_finish_matrix, plain, received, damping, like=ANY_SIZE)
-    set_shapes(layers, [matrix for matrix, _, _ in finished])
-    return [
-        Preconditioned(layer, MatrixGradient(P), product, valid)
-        for layer, (P, product, valid) in zip(layers, finished, strict=True)
-    ]
+    received = exchange.share_gradients(step.group, local, places)
+    results = []
+    for layer, W in zip(layers, plain, strict=True):
+        P, product, valid = shared_call(
+            "finish",
+            _finish_matrix,
+            W,
+            received[layer.position][0],
+            damping,
+            any_size=True,
+        )
+        P.set_shape(layer.block.gradient_shape)
+        results.append(Preconditioned(layer, MatrixGradient(P), product, valid))
+    return results
 
 
 def matrix_pairs(
@@ -275,36 +280,28 @@ def matrix_pairs(
 ) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
     """Return W of each block, and `A^-1 W G^-1` or None if not stored here."""
     scales = _cast(_reciprocal(step.loss.unit), layers)
-    matrices = each(
-        [layer.block.to_matrix for layer in layers],
-        [[step.gradients[k] for k in layer.indices] for layer in layers],
-        like=[_form_key("matrix", layer) for layer in layers],
-    )
-    stored = [layer.state.decomposition for layer in layers]
-    applied = each(Decomposition.precondition, stored, matrices, scales)
-    plain = [
-        matrix * scale if pair is None else pair[0]
-        for matrix, scale, pair in zip(matrices, scales, applied, strict=True)
-    ]
-    preconditioned = [pair and pair[1] for pair in applied]
-    for column in (plain, preconditioned):
-        set_shapes(layers, column)
+    plain: list[tf.Tensor] = []
+    preconditioned: list[tf.Tensor | None] = []
+    for layer, scale in zip(layers, scales, strict=True):
+        block, decomposition = layer.block, layer.state.decomposition
+        gradients = [step.gradients[i] for i in layer.indices]
+        matrix = shared_call(
+            _form_key("matrix", block), block.to_matrix, gradients
+        )
+        if decomposition is None:
+            W, P = matrix * scale, None
+        else:
+            W, P = decomposition.precondition(matrix, scale)
+            P.set_shape(block.gradient_shape)
+        W.set_shape(block.gradient_shape)
+        plain.append(W)
+        preconditioned.append(P)
     return plain, preconditioned
 
 
-def set_shapes(
-    layers: Sequence[ActiveBlock], matrices: Sequence[tf.Tensor | None]
-) -> None:
-    """Set the static shapes of gradient matrices returned by shared calls."""
-    for layer, matrix in zip(layers, matrices, strict=True):
-        if matrix is not None:
-            matrix.set_shape(layer.block.gradient_shape)
-
-
-def _form_key(target: str, layer: ActiveBlock) -> Kind | None:
-    """Cache key of the conversion of gradients to `target`."""
-    form = layer.block.form
-    return None if form is None else Kind((target, form))
+def _form_key(target: str, block: Block) -> Hashable:
+    """Key of the conversion of gradients to `target`; None if not shared."""
+    return None if block.form is None else (target, block.form)
 
 
 def precondition_rows(
@@ -315,12 +312,15 @@ def precondition_rows(
     P is linear in the gradient. With several workers, each preconditions and
     checks its local gradient, and the results are summed.
     """
+    if not layers:
+        return []
     blocks = row_blocks(layers, step)
 
     def finish(pairs: Sequence[Pair]) -> list[_Finished]:
         return _finish(pairs, damping)
 
-    gradients, products, valid = fields(apply_rows(blocks, finish), 3)
+    finished = apply_rows(blocks, finish)
+    gradients, products, valid = map(list, zip(*finished, strict=True))
     if step.group.size > 1:
         sums = step.group.all_reduce([P.matrix for P in gradients])
         gradients = [MatrixGradient(total) for total in sums]
@@ -482,29 +482,28 @@ def replace_gradients(
 ) -> Gradients:
     """Replace the gradients of the blocks by `factor` times their direction."""
     replaced = list(gradients)
-    layers = [direction.layer for direction in directions]
-    by_block = each(
-        [_scaled_gradients(layer) for layer in layers],
-        [direction.gradient for direction in directions],
-        _cast(factor, layers),
-        like=[
-            _form_key("weights", direction.layer)
-            if isinstance(direction.gradient, MatrixGradient)
-            else None
-            for direction in directions
-        ],
-    )
-    for layer, of_block in zip(layers, by_block, strict=True):
-        for i, gradient in zip(layer.indices, of_block, strict=True):
+    factors = _cast(factor, [direction.layer for direction in directions])
+    for direction, scale in zip(directions, factors, strict=True):
+        layer, P = direction.layer, direction.gradient
+        if isinstance(P, MatrixGradient):
+            new = shared_call(
+                _form_key("weights", layer.block),
+                functools.partial(_scaled_weights, layer.block),
+                P.value,
+                scale,
+            )
+        else:
+            new = layer.block.from_gradient(P.scaled(scale))
+        for i, gradient in zip(layer.indices, new, strict=True):
             replaced[i] = gradient
     return replaced
 
 
-def _scaled_gradients(
-    layer: ActiveBlock,
-) -> Callable[[LayerGradient, tf.Tensor], list[tf.Tensor]]:
-    """Function from P and a factor to the scaled gradients of the weights."""
-    return lambda P, factor: layer.block.from_gradient(P.scaled(factor))
+def _scaled_weights(
+    block: Block, matrix: tf.Tensor, factor: tf.Tensor
+) -> list[tf.Tensor]:
+    """Convert `factor` times a gradient matrix to gradients of the weights."""
+    return block.from_gradient(MatrixGradient(matrix).scaled(factor))
 
 
 # P is valid if `|P| <= _SLACK |W| / min(damping, 1)^2`. The slack allows for a

@@ -32,13 +32,12 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks import MatrixGradient
-from tfkfac.compat.functions import each, fields, shared_call
+from tfkfac.compat.functions import shared_call
 from tfkfac.kfac.active import ActiveBlock
-from tfkfac.kfac.averages import SPECTRAL, Momentum
+from tfkfac.kfac.averages import SPECTRAL
 from tfkfac.kfac.bank import Clip, State
 from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.natural import (
-    ANY_SIZE,
     TABLES,
     Natural,
     Pair,
@@ -47,7 +46,6 @@ from tfkfac.kfac.natural import (
     matrix_pairs,
     replace_gradients,
     row_blocks,
-    set_shapes,
 )
 from tfkfac.kfac.placement import Placement
 from tfkfac.linalg.polar import polar_factors
@@ -166,23 +164,24 @@ def orthogonalize(
         row_pairs(by_rows, step), matrix_pairs(others, step), strict=True
     )
     plain, applied = ([*rows, *matrices] for rows, matrices in pairs)
-    momenta = [layer.state.momentum for layer in layers]
-    updated = each(Momentum.add, momenta, plain, applied, momentum)
-    N, P = fields(updated, 2)
-    for column in (N, P):
-        set_shapes(layers, column)
-    local = [i for i, matrix in enumerate(P) if matrix is not None]
-    local_N, local_P = [N[i] for i in local], [P[i] for i in local]
-    D = shared_call(
+    local: list[tuple[ActiveBlock, tf.Tensor, tf.Tensor]] = []
+    for layer, W, P in zip(layers, plain, applied, strict=True):
+        if layer.state.momentum is not None and P is not None:
+            N, P = layer.state.momentum.add(W, P, momentum)
+            for matrix in (N, P):
+                matrix.set_shape(layer.block.gradient_shape)
+            local.append((layer, N, P))
+    local_D = shared_call(
         ("polar", BLOCK, ITERATIONS),
         lambda *matrices: polar_factors(matrices, BLOCK, ITERATIONS),
-        *local_P,
+        *(P for _, _, P in local),
         placed=True,  # oneDNN kernels are faster for batched products
     )
-    products = each(_products, D, local_N, local_P, like=ANY_SIZE)
+    sent = {}
+    for (layer, N, P), D in zip(local, local_D, strict=True):
+        products = shared_call("products", _products, D, N, P, any_size=True)
+        sent[layer.position] = [D, products]
     places = [layer.position for layer in layers]
-    rows = zip(local, D, products, strict=True)
-    sent = {places[i]: pair for i, *pair in rows}
     shared = exchange.share_gradients(step.group, sent, places)
     return _check_directions(layers, plain, [shared[i] for i in places])
 
@@ -210,24 +209,25 @@ def _check_directions(
     shared: Sequence[Sequence[tf.Tensor]],
 ) -> list[Preconditioned]:
     """Replace invalid directions; `shared` has (D, products) per block."""
-    D, products = fields(shared, 2)
     # `<D, N>` is finite only if D is finite.
-    valid = are_finite(products)
+    valid = are_finite([products for _, products in shared])
     flags = tf.unstack(valid)
-    results = tf.cond(
-        tf.reduce_all(valid),
-        lambda: shared,
-        lambda: each(
-            _replace_direction, flags, plain, D, products, like=ANY_SIZE
-        ),
-    )
-    set_shapes(layers, [matrix for matrix, _ in results])
-    return [
-        Preconditioned(layer, MatrixGradient(matrix), pair, flag)
-        for layer, (matrix, pair), flag in zip(
-            layers, results, flags, strict=True
-        )
-    ]
+
+    def replace() -> list[list[tf.Tensor]]:
+        return [
+            shared_call(
+                "direction", _replace_direction, flag, W, *pair, any_size=True
+            )
+            for flag, W, pair in zip(flags, plain, shared, strict=True)
+        ]
+
+    results = tf.cond(tf.reduce_all(valid), lambda: shared, replace)
+    directions = []
+    for layer, (D, products), flag in zip(layers, results, flags, strict=True):
+        D.set_shape(layer.block.gradient_shape)
+        gradient = MatrixGradient(D)
+        directions.append(Preconditioned(layer, gradient, products, flag))
+    return directions
 
 
 def _replace_direction(
