@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfkfac.blocks import Block, RowGradient, Statistic
+from tfkfac.blocks import Block, LayerGradient, RowGradient, Statistic
 from tfkfac.blocks.statistics import View, choose_subsample, records_of
 from tfkfac.capture.taps import Record, Tap, is_product
 from tfkfac.compat.optimizers import variable_key
@@ -17,7 +17,7 @@ from tfkfac.kfac.bank import Counters, Preconditioner, State
 from tfkfac.kfac.placement import Placement
 from tfkfac.solvers.base import most_rows
 from tfkfac.training.guards import count_each
-from tfkfac.training.step import Gradients, Step
+from tfkfac.training.step import Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,13 @@ class ActiveBlock:
     """True if the gradients match a recorded pass; None if not checked."""
     rows: RowGradient | None = None
     """Rows (a, g) of the gradient `a^T g`; None for a dense gradient."""
+    row_limit: int = 0
+    """Largest number of rows that are cheaper than the dense gradient."""
+
+    def precondition(self, gradient: LayerGradient) -> LayerGradient:
+        """Precondition a gradient on a gradient worker."""
+        assert self.state.decomposition is not None
+        return self.state.decomposition.apply(gradient)
 
 
 def observe(step: Step, state: State, by_rows: bool) -> list[ActiveBlock]:
@@ -153,33 +160,26 @@ def with_rows(active: ActiveBlock, step: Step) -> ActiveBlock:
 
     The choice is equal on workers whose batches differ in size.
     """
-    rows = _rows_of(active, step.gradients, step.group.size)
-    if rows is not None:
-        step.drop_gradients(active.indices, bound(rows))
-    return dataclasses.replace(active, rows=rows)
-
-
-def _rows_of(
-    active: ActiveBlock, gradients: Gradients, workers: int
-) -> RowGradient | None:
-    """The rows of the gradient; None to use the dense gradient."""
     specs, records = active.block.factors, active.records
+    workers = step.group.size
     if "A" not in specs or specs["G"].stack_shape or len(records) != 1:
-        return None
+        return active
     limit, (record,) = most_rows(specs, workers), records
-    applied = [gradients[i] for i in active.indices]
+    applied = [step.gradients[i] for i in active.indices]
     if limit < _MIN_ROW_LIMIT or not is_product(
         applied, record.inputs, record.gradient
     ):
-        return None
+        return active
     elements = record.gradient.shape.num_elements()
     if workers == 1 and elements and elements > limit * specs["G"].size:
-        return None
-    rows = active.block.rows(record)
-    return RowGradient(
-        tf.reshape(rows.a, [-1, specs["A"].size]),
-        tf.reshape(rows.g, [-1, specs["G"].size]),
+        return active
+    a_and_g = active.block.rows(record)
+    rows = RowGradient(
+        tf.reshape(a_and_g.a, [-1, specs["A"].size]),
+        tf.reshape(a_and_g.g, [-1, specs["G"].size]),
     )
+    step.drop_gradients(active.indices, bound(rows))
+    return dataclasses.replace(active, rows=rows, row_limit=limit)
 
 
 def bound(rows: RowGradient) -> tf.Tensor:

@@ -15,7 +15,6 @@ from tfkfac.blocks.embedding import EmbeddingBlock, PositionEmbeddingBlock
 from tfkfac.compat.functions import shared_call, when
 from tfkfac.compat.optimizers import rate_of
 from tfkfac.kfac.active import ActiveBlock
-from tfkfac.kfac.averages import Decomposition
 from tfkfac.kfac.bank import (
     FIRST,
     LITTLE,
@@ -32,7 +31,6 @@ from tfkfac.linalg.tensors import stack_scalars
 from tfkfac.saving.slots import Slots
 from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.shell.rest import follows, has_schedule, largest_rate
-from tfkfac.solvers.base import most_rows
 from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step
@@ -263,8 +261,8 @@ def precondition_matrices(
     results = []
     for layer, W in zip(layers, plain, strict=True):
         P, product, valid = shared_call(
-            "finish",
-            _finish_matrix,
+            "check",
+            _check_matrices,
             W,
             received[layer.position][0],
             damping,
@@ -312,147 +310,86 @@ def precondition_rows(
     P is linear in the gradient. With several workers, each preconditions and
     checks its local gradient, and the results are summed.
     """
-    if not layers:
-        return []
-    blocks = row_blocks(layers, step)
 
-    def finish(pairs: Sequence[Pair]) -> list[_Finished]:
-        return _finish(pairs, damping)
+    def compute(layer: ActiveBlock, W: LayerGradient) -> tuple[Any, ...]:
+        return check(W, layer.precondition(W), damping)
 
-    finished = apply_rows(blocks, finish)
-    gradients, products, valid = map(list, zip(*finished, strict=True))
-    if step.group.size > 1:
-        sums = step.group.all_reduce([P.matrix for P in gradients])
-        gradients = [MatrixGradient(total) for total in sums]
-        pairs = zip(blocks, gradients, strict=True)
-        local_products = [block.rows.inner(P) for block, P in pairs]
-        products = step.group.all_reduce(local_products)
-    return [
-        Preconditioned(*row)
-        for row in zip(layers, gradients, products, valid, strict=True)
-    ]
-
-
-# W and `A^-1 W G^-1` of a block, both as rows or both as matrices.
-Pair = tuple[LayerGradient, LayerGradient]
-# P, `<P, W>`, and True if P is valid.
-_Finished = tuple[LayerGradient, tf.Tensor, tf.Tensor]
-
-
-class RowBlock(NamedTuple):
-    """Block with a row gradient; up to `max_rows` rows cost less than W."""
-
-    decomposition: Decomposition
-    rows: RowGradient
-    max_rows: int
-
-    def by_rows(self) -> Pair:
-        """Return W and P as rows."""
-        return self.rows, self.decomposition.apply(self.rows)
-
-    def by_matrix(self) -> Pair:
-        """Return W and P as matrices."""
-        plain = MatrixGradient(self.rows.matrix)
-        return plain, self.decomposition.apply(plain)
-
-    @property
-    def dynamic_row_limit(self) -> int | None:
-        """Row limit if the number of rows is unknown in the trace, else None.
-
-        A power of two, so that similar blocks share one decision.
-        """
-        if self.rows.a.shape[0] is not None:
-            return None
-        return 1 << (self.max_rows.bit_length() - 1)
-
-
-def row_blocks(layers: Sequence[ActiveBlock], step: Step) -> list[RowBlock]:
-    """Return the blocks with rows, scaled to the negative log-likelihood."""
-    return [
-        RowBlock(
-            layer.state.decomposition,
-            _scale_rows(layer.rows, step),
-            most_rows(layer.block.factors, step.group.size),
+    rows = [scale_rows(layer, step) for layer in layers]
+    results = [
+        Preconditioned(layer, *result)
+        for layer, result in zip(
+            layers, apply_cheaper(compute, layers, rows), strict=True
         )
-        for layer in layers
-        if layer.rows is not None and layer.state.decomposition is not None
+    ]
+    if step.group.size == 1 or not layers:
+        return results
+    sums = step.group.all_reduce([x.gradient.matrix for x in results])
+    gradients = [MatrixGradient(total) for total in sums]
+    pairs = zip(rows, gradients, strict=True)
+    products = step.group.all_reduce([W.inner(P) for W, P in pairs])
+    return [
+        x._replace(gradient=P, product=product)
+        for x, P, product in zip(results, gradients, products, strict=True)
     ]
 
 
-def apply_rows(
-    blocks: Sequence[RowBlock],
-    finish: Callable[[Sequence[Pair]], list[tuple[Any, ...]]],
+def apply_cheaper(
+    compute: Callable[[ActiveBlock, LayerGradient], tuple[Any, ...]],
+    layers: Sequence[ActiveBlock],
+    rows: Sequence[RowGradient],
 ) -> list[tuple[Any, ...]]:
-    """Precondition each block as rows or as a matrix, whichever costs less.
+    """Call a function with each row gradient, or its matrix if it is cheaper.
 
     Args:
-        blocks: The blocks.
-        finish: Function of a list of pairs (W, P). It returns one tuple per
-            pair: a gradient, followed by tensors.
-
-    Returns:
-        The tuples of `finish`, in the order of `blocks`.
+        compute: Function of a block and its gradient. It returns a gradient,
+            followed by tensors.
+        layers: The blocks.
+        rows: The gradients of the blocks.
     """
     results: dict[int, tuple[Any, ...]] = {}
-    limits = [block.dynamic_row_limit for block in blocks]
-    for limit in dict.fromkeys(limits):
-        indices = [i for i, x in enumerate(limits) if x == limit]
-        group = [blocks[i] for i in indices]
-        if limit is None:
-            finished = finish(
-                [
-                    b.by_rows()
-                    if b.rows.a.shape[0] <= b.max_rows
-                    else b.by_matrix()
-                    for b in group
-                ]
-            )
+    undecided: dict[int, list[int]] = {}
+    for i, (layer, W) in enumerate(zip(layers, rows, strict=True)):
+        count = W.a.shape[0]
+        if count is None:
+            # A power of two, so that similar blocks share a branch.
+            limit = 1 << (layer.row_limit.bit_length() - 1)
+            undecided.setdefault(limit, []).append(i)
+        elif count <= layer.row_limit:
+            results[i] = compute(layer, W)
         else:
-            finished = _apply_dynamic(group, limit, finish)
-        results.update(zip(indices, finished, strict=True))
-    return [results[i] for i in range(len(blocks))]
+            results[i] = compute(layer, MatrixGradient(W.matrix))
+    for limit, group in undecided.items():
+        pairs = [(layers[i], rows[i]) for i in group]
+        results.update(
+            zip(group, _apply_undecided(compute, pairs, limit), strict=True)
+        )
+    return [results[i] for i in range(len(layers))]
 
 
-def _finish(pairs: Sequence[Pair], damping: tf.Tensor) -> list[_Finished]:
-    """Replace each invalid P by W; return `(P, <P, W>, valid)` per block."""
-    plain = [W for W, _ in pairs]
-    checked, flags = replace_invalid([P for _, P in pairs], plain, damping)
-    return [
-        (P, W.inner(P), valid)
-        for P, W, valid in zip(checked, plain, flags, strict=True)
-    ]
-
-
-def _finish_matrix(
-    W: tf.Tensor, P: tf.Tensor, damping: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """`_finish` for one block, with W and P as tensors."""
-    pair = MatrixGradient(W), MatrixGradient(P)
-    ((checked, product, valid),) = _finish([pair], damping)
-    return checked.matrix, product, valid
-
-
-def _apply_dynamic(
-    blocks: Sequence[RowBlock],
+def _apply_undecided(
+    compute: Callable[[ActiveBlock, LayerGradient], tuple[Any, ...]],
+    pairs: Sequence[tuple[ActiveBlock, RowGradient]],
     limit: int,
-    finish: Callable[[Sequence[Pair]], list[tuple[Any, ...]]],
 ) -> list[tuple[Any, ...]]:
-    """`apply_rows` if the number of rows is unknown in the trace."""
+    """`apply_cheaper` if the number of rows is unknown in the trace."""
 
-    def tensors(pairs: Sequence[Pair]) -> list[tuple[tf.Tensor, ...]]:
-        return [(gradient.matrix, *rest) for gradient, *rest in finish(pairs)]
+    def by_rows() -> list[tuple[Any, ...]]:
+        results = [compute(layer, W) for layer, W in pairs]
+        return [(P.matrix, *tensors) for P, *tensors in results]
 
-    counts = tf.stack([tf.shape(block.rows.a)[0] for block in blocks])
-    results = tf.cond(
-        tf.reduce_max(counts) <= limit,
-        lambda: tensors([block.by_rows() for block in blocks]),
-        lambda: tensors([block.by_matrix() for block in blocks]),
-    )
-    return [(MatrixGradient(matrix), *rest) for matrix, *rest in results]
+    def by_matrices() -> list[tuple[Any, ...]]:
+        results = [compute(x, MatrixGradient(W.matrix)) for x, W in pairs]
+        return [(P.matrix, *tensors) for P, *tensors in results]
+
+    counts = tf.stack([tf.shape(W.a)[0] for _, W in pairs])
+    results = tf.cond(tf.reduce_max(counts) <= limit, by_rows, by_matrices)
+    return [(MatrixGradient(matrix), *tensors) for matrix, *tensors in results]
 
 
-def _scale_rows(rows: RowGradient, step: Step) -> RowGradient:
+def scale_rows(layer: ActiveBlock, step: Step) -> RowGradient:
     """Scale rows to the negative log-likelihood and this replica's share."""
+    rows = layer.rows
+    assert rows is not None
     scale, share = _reciprocal(step.loss.unit), step.share
     if share is None:
         return rows.scaled(scale)
@@ -511,37 +448,34 @@ def _scaled_weights(
 _SLACK = 1e6
 
 
-def replace_invalid(
-    preconditioned: Sequence[LayerGradient],
-    plain: Sequence[LayerGradient],
-    damping: tf.Tensor,
-) -> tuple[list[LayerGradient], list[tf.Tensor]]:
-    """Fall back to the plain gradient where the preconditioned one is invalid.
+def check(
+    W: LayerGradient, P: LayerGradient, damping: tf.Tensor
+) -> tuple[LayerGradient, tf.Tensor, tf.Tensor]:
+    """Fall back to the plain gradient if the preconditioned one is invalid.
 
     An invalid decomposition would make the weights NaN in one step. Each
     eigenvalue of a damped Fisher block is at least the damping, or its square
     if both factors get the whole damping. So `|P| <= |W| / min(damping, 1)^2`.
 
     Returns:
-        The gradients, as rows or matrices like the arguments, and one scalar
-        bool per block, True if the preconditioned gradient is valid.
+        P if valid, else W; the product `<P, W>`; a scalar bool, True if P is
+        valid.
     """
-    if not preconditioned:
-        return [], []
-    sizes, plain_sizes = (
-        stack_scalars([gradient.bound() for gradient in gradients])
-        for gradients in (preconditioned, plain)
-    )
+    size, plain_size = (tf.cast(x.bound(), tf.float64) for x in (P, W))
     least = tf.minimum(damping, 1.0) ** 4  # `bound` is a squared length
-    valid = tf.math.is_finite(sizes) & (
-        sizes * least <= _SLACK**2 * plain_sizes
+    valid = tf.math.is_finite(size) & (size * least <= _SLACK**2 * plain_size)
+    P = P.where(valid, W)
+    return P, W.inner(P), valid
+
+
+def _check_matrices(
+    W: tf.Tensor, P: tf.Tensor, damping: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """`check` for matrices."""
+    gradient, product, valid = check(
+        MatrixGradient(W), MatrixGradient(P), damping
     )
-    flags = tf.unstack(valid)
-    checked = [
-        P.where(flag, W)
-        for P, flag, W in zip(preconditioned, flags, plain, strict=True)
-    ]
-    return checked, flags
+    return gradient.matrix, product, valid
 
 
 def count_invalid(counters: Counters, blocks: Sequence[Preconditioned]) -> None:

@@ -31,7 +31,7 @@ from typing import Any
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks import MatrixGradient
+from tfkfac.blocks import LayerGradient, MatrixGradient
 from tfkfac.compat.functions import shared_call
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.averages import SPECTRAL
@@ -40,12 +40,11 @@ from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.natural import (
     TABLES,
     Natural,
-    Pair,
     Preconditioned,
-    apply_rows,
+    apply_cheaper,
     matrix_pairs,
     replace_gradients,
-    row_blocks,
+    scale_rows,
 )
 from tfkfac.kfac.placement import Placement
 from tfkfac.linalg.polar import polar_factors
@@ -191,10 +190,11 @@ def row_pairs(
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Return W and `A^-1 W G^-1` of blocks with rows, as matrices."""
 
-    def matrices(pairs: Sequence[Pair]) -> list[tuple[Any, ...]]:
-        return [(P, W.matrix) for W, P in pairs]
+    def matrices(layer: ActiveBlock, W: LayerGradient) -> tuple[Any, ...]:
+        return layer.precondition(W), W.matrix
 
-    results = apply_rows(row_blocks(layers, step), matrices)
+    rows = [scale_rows(layer, step) for layer in layers]
+    results = apply_cheaper(matrices, layers, rows)
     return [W for _, W in results], [P.matrix for P, _ in results]
 
 
