@@ -247,7 +247,7 @@ class OptionalBlock(DenseBlock):
 
     def relevant(self, calls: Any) -> Any:
         twice = any(call[0].kwargs.get("twice") for call in calls)
-        self.left_out = "called twice at once" if twice else None
+        self.skip_reason = "called twice at once" if twice else None
         return calls
 
 

@@ -26,7 +26,7 @@ from tfkfac.blocks.registry import build_registry
 from tfkfac.factors import Dense, Factor, Limit, LowRank
 from tfkfac.factors.low_rank import probes
 from tfkfac.kfac import method
-from tfkfac.kfac.bank import Preconditioner
+from tfkfac.kfac.state import Preconditioner
 from tfkfac.solvers.registry import make_solver
 
 

@@ -49,7 +49,7 @@ class Block(abc.ABC):
             example alone. Statistics of a subsample are then cheaper.
         swapped: True if factors A and G exchange their roles with respect to
             the block that keeps the statistics, see `used_as`.
-        left_out: Reason for skipping the block in the last traced step, or
+        skip_reason: Reason for skipping the block in the last traced step, or
             None.
         limit: Creates factors of the allowed size: `limit.matrix(size)` is a
             `Dense` factor, or a `LowRank` factor above `max_factor_dim`. A
@@ -63,7 +63,7 @@ class Block(abc.ABC):
     kind: str
     examples_first: bool = False
     swapped: bool = False
-    left_out: str | None = None
+    skip_reason: str | None = None
     limit = Limit()
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
@@ -75,7 +75,7 @@ class Block(abc.ABC):
     # --------------------------------------------- defined by a subclass
     @staticmethod
     def unsupported(layer: keras.layers.Layer) -> str | None:
-        """Returns why this block does not support a layer, or None."""
+        """Return why this block does not support a layer, or None."""
         return None
 
     @property
@@ -93,7 +93,7 @@ class Block(abc.ABC):
 
     @abc.abstractmethod
     def rows(self, record: Record) -> Rows:
-        """Converts the record of a layer call to rows."""
+        """Convert the record of a layer call to rows."""
 
     def trace_key(self, record: Record) -> TraceKey | None:
         """Key under which calls share one traced statistics function.
@@ -107,16 +107,16 @@ class Block(abc.ABC):
     def relevant(
         self, calls: Sequence[Sequence[Record]]
     ) -> Sequence[Sequence[Record]]:
-        """Selects the layer calls that belong to this block.
+        """Select the layer calls that belong to this block.
 
-        Defaults to all calls. An override may set `left_out` to a reason why
+        Defaults to all calls. An override may set `skip_reason` to a reason why
         the block is not valid for these calls; the step then does not
         precondition its gradients.
         """
         return calls
 
     def used_as(self, calls: Sequence[Sequence[Record]]) -> "Block":
-        """Returns the block that computes the statistics of this step.
+        """Return the block that computes the statistics of this step.
 
         Defaults to `self`. An override may return another block, depending on
         the calls. It must have the same `variables` and types of factors,
@@ -135,14 +135,14 @@ class Block(abc.ABC):
 
     @abc.abstractmethod
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Joins gradients of `variables` to `([groups,] inputs, outputs)`."""
+        """Join gradients of `variables` to `([groups,] inputs, outputs)`."""
 
     @abc.abstractmethod
     def from_matrix(self, matrix: tf.Tensor) -> list[tf.Tensor]:
         """Inverse of `to_matrix`."""
 
     def from_gradient(self, gradient: LayerGradient) -> list[tf.Tensor]:
-        """Splits a dense or row gradient into gradients of `variables`."""
+        """Split a dense or row gradient into gradients of `variables`."""
         return self.from_matrix(gradient.matrix)
 
     # ------------------------------------------------- common to all blocks
@@ -158,7 +158,7 @@ class Block(abc.ABC):
         return (*g.stack_shape, a.size if a else 1, g.size)
 
     def cast(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Casts a tensor to the dtype of the statistics."""
+        """Cast a tensor to the dtype of the statistics."""
         return tf.cast(tensor, self.dtype)
 
     def gradient(self, rows: Rows) -> tf.Tensor:
@@ -170,7 +170,7 @@ class Block(abc.ABC):
     def input_multiplications(
         self, inputs: Sequence[int | None], rows: int
     ) -> float:
-        """Estimates the multiplications of the statistic of A.
+        """Estimate the multiplications of the statistic of A.
 
         Args:
             inputs: Shape of the layer's input.
@@ -203,7 +203,7 @@ class Block(abc.ABC):
         return self.factors["G"].gram(g)
 
     def dense(self, values: Mapping[str, tf.Tensor]) -> tf.Tensor:
-        """Materialises the block as a matrix, for tests on small layers.
+        """Materialise the block as a matrix, for tests on small layers.
 
         Args:
             values: The tensors that store the factors, by factor name.
@@ -325,14 +325,14 @@ class MatrixBlock(Block):
         return [self._join(kernel), self._join_bias(bias)]
 
     def with_bias(self, a: tf.Tensor) -> tf.Tensor:
-        """Appends a column of ones to the inputs if the layer has a bias."""
+        """Append a column of ones to the inputs if the layer has a bias."""
         if not self._bias:
             return a
         paddings = [[0, 0]] * (a.shape.rank - 1) + [[0, 1]]
         return tf.pad(a, paddings, constant_values=1)
 
     def _split(self, kernel: tf.Tensor) -> tf.Tensor:
-        """Reshapes the kernel to `([groups,] inputs, outputs)`."""
+        """Reshape the kernel to `([groups,] inputs, outputs)`."""
         if not self.groups:
             return with_shape(kernel, self.matrix_shape)
         groups, inputs, outputs = self.matrix_shape
@@ -346,7 +346,7 @@ class MatrixBlock(Block):
         return with_shape(matrix, self._kernel.shape)
 
     def _join_bias(self, row: tf.Tensor) -> tf.Tensor:
-        """Reshapes the last row of the matrix to the shape of the bias."""
+        """Reshape the last row of the matrix to the shape of the bias."""
         return tf.reshape(row, self._bias[0].shape)
 
 

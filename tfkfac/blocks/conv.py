@@ -104,7 +104,7 @@ class ConvBlock(MatrixBlock):
         return costs(image, geometry)[0]
 
     def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
-        """Returns a function that computes A by correlation; None if slower."""
+        """Return a function that computes A by correlation; None if slower."""
         layer = self.layer
         if not _is_image(layer) or not isinstance(self.factors["A"], Dense):
             return None
@@ -136,7 +136,7 @@ class DepthwiseConvBlock(ConvBlock):
         return self._kernel.shape[-1]
 
     def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
-        """Returns a function that computes A by correlation, if supported."""
+        """Return a function that computes A by correlation, if supported."""
         layer = self.layer
         stride = layer.strides[0]
         if (
@@ -227,7 +227,7 @@ def _is_image(layer: keras.layers.Layer) -> bool:
 
 
 def _as_image(layer: keras.layers.Layer, inputs: tf.Tensor) -> tf.Tensor:
-    """Returns inputs as images; a sequence is an image of height 1."""
+    """Return inputs as images; a sequence is an image of height 1."""
     images = channels_last(layer, inputs)
     return images if len(layer.kernel_size) == 2 else images[:, None]
 
@@ -240,7 +240,7 @@ def _image_geometry(layer: keras.layers.Layer) -> Geometry:
 
 
 def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
-    """Transposes an image to channels last if the layer's are first."""
+    """Transpose an image to channels last if the layer's are first."""
     if layer.data_format == "channels_last":
         return tensor
     rank = tensor.shape.rank
@@ -248,7 +248,7 @@ def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
 
 
 def conv_slices(layer: keras.layers.Layer, image: tf.Tensor) -> list[tf.Tensor]:
-    """Slices an image at each offset of the layer's kernel."""
+    """Slice an image at each offset of the layer's kernel."""
     geometry = _geometry(layer)
     return shared_call(
         ("patches", geometry),
@@ -271,7 +271,7 @@ def split_channels(slices: Sequence[tf.Tensor], groups: int) -> tf.Tensor:
 
 
 def split_features(rows: tf.Tensor, groups: int) -> tf.Tensor:
-    """Reshapes `(batch, shared, features)` to `(batch, shared, groups, -1)`."""
+    """Reshape `(batch, shared, features)` to `(batch, shared, groups, -1)`."""
     width = rows.shape[-1] // groups
     # At most one size may be -1 for an empty batch, see `fold_axes`.
     batch = -1 if rows.shape[1] else size_of(rows, 0)

@@ -55,7 +55,7 @@ class Labels:
 
     @classmethod
     def of(cls, layer: keras.layers.EinsumDense) -> "Labels":
-        """Parses the equation of a layer and expands its ellipsis."""
+        """Parse the equation of a layer and expand its ellipsis."""
         equation = layer.equation.replace(" ", "")
         free = [c for c in string.ascii_uppercase if c not in equation]
         named = equation.split(",")[0].replace("...", "")
@@ -86,7 +86,7 @@ class Labels:
 
 
 def _pick(labels: str, within: str, excluded: str = "") -> str:
-    """Filters labels: in `within` and not in `excluded`."""
+    """Filter labels: in `within` and not in `excluded`."""
     return "".join(c for c in labels if c in within and c not in excluded)
 
 
@@ -196,7 +196,7 @@ class EinsumDenseBlock(MatrixBlock):
         return Rows(self.with_bias(a), g, mask)
 
     def _fold(self, tensor: tf.Tensor, labels: str, features: str) -> tf.Tensor:
-        """Transposes and reshapes to `(batch, shared, [groups,] features)`."""
+        """Transpose and reshape to `(batch, shared, [groups,] features)`."""
         shared, groups = self._labels.shared, self._labels.groups
         order = [labels.index(c) for c in shared + groups + features]
         tensor = tf.transpose(tensor, order)
@@ -209,5 +209,5 @@ class EinsumDenseBlock(MatrixBlock):
 
 
 def invert(order: Sequence[int]) -> list[int]:
-    """Inverts a permutation."""
+    """Invert a permutation."""
     return sorted(range(len(order)), key=order.__getitem__)

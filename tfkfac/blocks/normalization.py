@@ -194,7 +194,7 @@ class NormalizationBlock(Block):
             return type(layer).call(layer, self.cast(inputs), **kwargs)
 
     def _features_last(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Reshapes `(batch, ...)` to `(batch, shared, features)`."""
+        """Reshape `(batch, ...)` to `(batch, shared, features)`."""
         rank = tensor.shape.rank
         axes = [axis % rank for axis in axes_of(self.layer)]
         shared = [i for i in range(1, rank) if i not in axes]
@@ -243,7 +243,7 @@ def axes_of(layer: keras.layers.Layer) -> list[int]:
 
 
 def weight_of(layer: keras.layers.Layer, name: str) -> keras.Variable | None:
-    """Returns an attribute of a layer if it is a variable, else None."""
+    """Return an attribute of a layer if it is a variable, else None."""
     value = getattr(layer, name, None)
     return value if isinstance(value, keras.Variable) else None
 

@@ -38,9 +38,9 @@ class Geometry(NamedTuple):
 
 
 def extract_patches(inputs: tf.Tensor, geometry: Geometry) -> list[tf.Tensor]:
-    """Slices an image `(batch, *spatial, channels)` at each kernel offset.
+    """Slice an image `(batch, *spatial, channels)` at each kernel offset.
 
-    Returns a tensor `(batch, *outputs, channels)` for each offset of the
+    Return a tensor `(batch, *outputs, channels)` for each offset of the
     kernel, in row-major order.
     """
     kernel_size, strides, _, dilation = geometry
@@ -78,7 +78,7 @@ def _slices(
 
 
 def fit(inputs: tf.Tensor, geometry: Geometry) -> tuple[tf.Tensor, list[Any]]:
-    """Pads or crops an image to the cells that the patches cover.
+    """Pad or crop an image to the cells that the patches cover.
 
     With a stride above 1, the new size is a multiple of the stride. Also
     returns the number of outputs in each spatial dimension.
@@ -116,7 +116,7 @@ def ends(extent: int, padding: str) -> tuple[int, int]:
 
 
 def longer(size: Any, by: int) -> Any:
-    """Returns `size + by`, without an operation if `by` is 0."""
+    """Return `size + by`, without an operation if `by` is 0."""
     return size + by if by else size
 
 
@@ -184,7 +184,7 @@ class AllChannelPairs:
         return tf.transpose(gram, [0, 1, 3, 4, 2, 5])
 
     def as_factor(self, products: tf.Tensor) -> tf.Tensor:
-        """Reshapes the result of `patch_products` to a matrix or a stack."""
+        """Reshape the result of `patch_products` to a matrix or a stack."""
         height, width, *_, channels = products.shape
         offsets, elements = height * width, height * width * channels
         products = tf.reshape(products, [offsets, offsets, channels, channels])
@@ -192,7 +192,7 @@ class AllChannelPairs:
         return tf.reshape(products, [elements, elements])
 
     def as_row(self, sums: tf.Tensor) -> tf.Tensor:
-        """Reshapes `(height, width, channels)` to the order of the matrix."""
+        """Reshape `(height, width, channels)` to the order of the matrix."""
         return tf.reshape(sums, [-1])
 
 
@@ -286,7 +286,7 @@ def patch_gram(images: tf.Tensor, geometry: Geometry, bias: bool) -> Statistic:
 def channel_grams(
     images: tf.Tensor, geometry: Geometry, bias: bool
 ) -> Statistic:
-    """Computes `patch_gram` of each channel, for equal strides."""
+    """Compute `patch_gram` of each channel, for equal strides."""
     size, (stride, _) = geometry.size, geometry.strides
     pairs = SameChannelPairs()
     by_correlation = stride == 1 and _is_large(images.shape[1:3], size)
@@ -311,7 +311,7 @@ def channel_grams(
 def _statistic(
     pairs: AllChannelPairs, products: tf.Tensor, window: Window, bias: bool
 ) -> Statistic:
-    """Reshapes products to a factor and appends the bias row and column."""
+    """Reshape products to a factor and append the bias row and column."""
     total, (height, width) = pairs.as_factor(products), window.outputs
     count = tf.cast(tf.shape(window.images)[0] * height * width, total.dtype)
     if bias:
@@ -334,7 +334,7 @@ def is_cheaper(shape: Sequence[int | None], geometry: Geometry) -> bool:
 def costs(
     shape: Sequence[int | None], geometry: Geometry
 ) -> tuple[float, float]:
-    """Estimates the cost of `patch_gram` and of the product of patches.
+    """Estimate the cost of `patch_gram` and of the product of patches.
 
     The unit is one multiplication of a large matrix product. The coefficients
     were fitted to 39 convolutions on a CPU: 1 to 512 channels, images of 2 to
@@ -368,14 +368,14 @@ def costs(
 
 
 def _edges(cells: int, outputs: int, kernel: int) -> float:
-    """Estimates the sum of squared widths of the two edges of an axis."""
+    """Estimate the sum of squared widths of the two edges of an axis."""
     outside = cells + kernel - 1 - outputs
     return outside**2 / 2
 
 
 # ---------------------------------------------------- padding and strides
 def _window(images: tf.Tensor, geometry: Geometry) -> Window:
-    """Converts a convolution to stride 1 by a space-to-depth reshape.
+    """Convert a convolution to stride 1 by a space-to-depth reshape.
 
     The image is padded explicitly, unless the stride is 1 already and the
     image is known to be at least as large as the kernel.
@@ -415,7 +415,7 @@ def _is_large(cells: Sequence[int | None], kernel: Sequence[int]) -> bool:
 def _fold(
     image: tf.Tensor, blocks: Sequence[Any], strides: Sequence[int]
 ) -> tf.Tensor:
-    """Space-to-depth: moves the cells of each stride block to the channels."""
+    """Space-to-depth: move the cells of each stride block to the channels."""
     if max(strides) == 1:
         return image
     batch, channels = tf.shape(image)[0], image.shape[-1]
@@ -449,7 +449,7 @@ def _products(pairs: AllChannelPairs, window: Window) -> tf.Tensor:
 
 
 def _expand_shifts(shifts: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
-    """Expands the autocorrelation to all pairs of kernel offsets."""
+    """Expand the autocorrelation to all pairs of kernel offsets."""
     height, width = size
     down, right = (i.ravel() for i in np.indices((height, width)))
     down = down - down[:, None] + height - 1
@@ -468,7 +468,7 @@ def _subtract_edge(
     along: tuple[int, int],
     at_end: bool,
 ) -> tf.Tensor:
-    """Subtracts the positions beyond one end of the outputs in one axis."""
+    """Subtract the positions beyond one end of the outputs in one axis."""
     size = window.size[axis]
     cells = size - 1 - window.padding[axis][at_end]
     if not cells:

@@ -63,16 +63,16 @@ class Registry:
     def left(self) -> tuple[Leftover, ...]:
         """Leftovers, including the blocks skipped in the last traced step."""
         skipped = [
-            Leftover(block.path, tuple(block.variables), block.left_out)
+            Leftover(block.path, tuple(block.variables), block.skip_reason)
             for block in self.blocks
-            if block.left_out is not None
+            if block.skip_reason is not None
         ]
         return (*self.leftovers, *skipped)
 
     @property
     def covered(self) -> int:
         """Number of preconditioned weights."""
-        active = [b for b in self.blocks if b.left_out is None]
+        active = [b for b in self.blocks if b.skip_reason is None]
         return sum(count_weights(block.variables) for block in active)
 
     def agreement(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def tap_layers(
     owner: object,
     without: tuple[type[Block], ...] = (),
 ) -> None:
-    """Opens a tap on each trainable layer that has a block.
+    """Open a tap on each trainable layer that has a block.
 
     Layers whose blocks are all in `without` are skipped. Runs again when a
     layer that is not built yet is called the first time.
@@ -116,7 +116,7 @@ def build_registry(
     limit: Limit = Block.limit,
     without: tuple[type[Block], ...] = (),
 ) -> Registry:
-    """Creates the blocks of a built model, in the order of its layers.
+    """Create the blocks of a built model, in the order of its layers.
 
     `limit` is the largest size of a dense factor. Blocks of the classes in
     `without` are skipped.
@@ -146,9 +146,9 @@ def _blocks_of(
     limit: Limit,
     without: tuple[type[Block], ...],
 ) -> tuple[list[Block], str | None]:
-    """Creates the blocks of a layer and removes their weights from `remaining`.
+    """Create the blocks of a layer and remove their weights from `remaining`.
 
-    Returns the blocks, and the reason if the layer has uncovered weights.
+    Return the blocks, and the reason if the layer has uncovered weights.
     """
     blocks: list[Block] = []
     outer = node.distributor
@@ -187,7 +187,7 @@ def _blocks_of(
 def _reason_to_skip(
     block: Block, remaining: dict[int, keras.Variable], limit: Limit
 ) -> str | None:
-    """Returns why a block cannot be used, or None."""
+    """Return why a block cannot be used, or None."""
     if not all(id(v) in remaining for v in block.variables):
         return "kernel frozen or shared with another layer"
     for name, factor in block.factors.items():
@@ -201,7 +201,7 @@ def _reason_to_skip(
 
 
 def count_weights(variables: Sequence[keras.Variable]) -> int:
-    """Counts the elements of variables."""
+    """Count the elements of variables."""
     return sum(math.prod(variable.shape) for variable in variables)
 
 
@@ -274,7 +274,7 @@ _registered: dict[type[keras.layers.Layer], BlockTypes] = {}
 
 
 def block_types(layer: keras.layers.Layer) -> BlockTypes:
-    """Returns the block classes of a layer by prefix, possibly empty.
+    """Return the block classes of a layer by prefix, possibly empty.
 
     A subclass of a known class has the same blocks, unless it overrides
     `call`: its computation is then unknown.
@@ -291,7 +291,7 @@ def block_types(layer: keras.layers.Layer) -> BlockTypes:
 
 
 def _types_of_class(layer_class: type) -> BlockTypes | None:
-    """Returns the block classes of a layer class, ignoring its bases."""
+    """Return the block classes of a layer class, ignoring its bases."""
     for table in (_registered, BLOCKS):
         if layer_class in table:
             return table[layer_class]
@@ -305,7 +305,7 @@ def register_block(
     like: type[keras.layers.Layer] | None = None,
     block: type[Block] | None = None,
 ) -> None:
-    """Registers a curvature block for the layers of a class.
+    """Register a curvature block for the layers of a class.
 
     `KFAC` has no block for a custom layer class, nor for a subclass of a Keras
     layer that overrides `call`, because it does not know their computation.
@@ -378,7 +378,7 @@ def register_block(
 
 
 def _types_like(like: Any) -> BlockTypes:
-    """Returns the block classes for the argument `like`."""
+    """Return the block classes for the argument `like`."""
     types = _types_of_class(like) if isinstance(like, type) else None
     if types is None:
         known = [c.__name__ for c in (*BLOCKS, *_registered)]

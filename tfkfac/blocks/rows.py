@@ -61,7 +61,7 @@ class Rows:
 def weigh(
     a: tf.Tensor, weights: tf.Tensor | None, dtype: tf.DType
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sets rows of weight 0 to zero and counts the other rows."""
+    """Set rows of weight 0 to zero and count the other rows."""
     if weights is None:
         features = a.shape[2:].num_elements()
         if features:
@@ -93,7 +93,7 @@ def average_positions(
 
 
 def fold_positions(tensor: tf.Tensor) -> tf.Tensor:
-    """Reshapes `(batch, ..., features)` to `(batch, shared, features)`.
+    """Reshape `(batch, ..., features)` to `(batch, shared, features)`.
 
     Args:
         tensor: A tensor of rank 2 or more.
@@ -111,14 +111,14 @@ def size_of(tensor: tf.Tensor, axis: int) -> Any:
 
 
 def with_shape(tensor: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
-    """Reshapes a tensor unless its static shape is `shape` already."""
+    """Reshape a tensor unless its static shape is `shape` already."""
     if tensor.shape.as_list() == list(shape):
         return tensor
     return tf.reshape(tensor, shape)
 
 
 def fold_axes(tensor: tf.Tensor, shared: int, features: Any) -> tf.Tensor:
-    """Reshapes `(batch, shared..., features...)` to three axes.
+    """Reshape `(batch, shared..., features...)` to three axes.
 
     `shared` is the number of position axes, `features` the new last size.
     """
@@ -131,7 +131,7 @@ def fold_axes(tensor: tf.Tensor, shared: int, features: Any) -> tf.Tensor:
 
 
 def fold_mask(mask: tf.Tensor | None, shape: tf.Tensor) -> tf.Tensor | None:
-    """Broadcasts a mask of the leading axes and reshapes it to 2 axes.
+    """Broadcast a mask of the leading axes and reshape it to 2 axes.
 
     Args:
         mask: Bool of shape `(batch, ...)`, or None.
@@ -160,19 +160,19 @@ class LayerGradient(abc.ABC):
 
     @abc.abstractmethod
     def scaled(self, factor: tf.Tensor) -> Self:
-        """Returns the gradient multiplied by a scalar."""
+        """Return the gradient multiplied by a scalar."""
 
     @abc.abstractmethod
     def inner(self, other: "LayerGradient") -> tf.Tensor:
-        """Returns the Frobenius inner product of two gradients."""
+        """Return the Frobenius inner product of two gradients."""
 
     @abc.abstractmethod
     def bound(self) -> tf.Tensor:
-        """Returns an upper bound of half the squared Frobenius norm."""
+        """Return an upper bound of half the squared Frobenius norm."""
 
     @abc.abstractmethod
     def where(self, flag: tf.Tensor, otherwise: Self) -> Self:
-        """Returns this gradient if `flag` is true, else `otherwise`."""
+        """Return this gradient if `flag` is true, else `otherwise`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Subsample(NamedTuple):
 def choose_subsample(
     fraction: float | None, offset: tf.Tensor, workers: int
 ) -> Subsample | None:
-    """Returns the subsample of a worker's batch; None for the whole batch.
+    """Return the subsample of a worker's batch; None for the whole batch.
 
     A `fraction` of None is the default subsample. `workers` is the number of
     workers that add up their statistics.
@@ -92,7 +92,7 @@ class Examples:
         )
 
     def of(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
-        """Selects the examples of a tensor whose first axis is batch or 1."""
+        """Select the examples of a tensor whose first axis is batch or 1."""
         if tensor is None:
             return None
         taken = shared_call(
@@ -157,7 +157,7 @@ class View(NamedTuple):
         return {name: tf.convert_to_tensor(x) for name, x in given.items()}
 
     def with_scalars(self, scalars: Mapping[str, tf.Tensor]) -> "View":
-        """Returns a copy with other values of the scalar fields."""
+        """Return a copy with other values of the scalar fields."""
         values, subsample = dict(scalars), self.subsample
         if subsample is not None:
             subsample = subsample._replace(offset=values.pop("offset"))
@@ -167,7 +167,7 @@ class View(NamedTuple):
 def batch_statistics(
     layers: Mapping[K, tuple[Block, Sequence[Record]]], view: View
 ) -> dict[K, dict[str, Statistic]]:
-    """Computes the factors of one batch from all calls of each layer.
+    """Compute the factors of one batch from all calls of each layer.
 
     With `B` examples, `S` shared positions and a loss that is the mean over
     `T` terms, "expand" gives `A = 1/(B S) sum a a^T` and `G = T sum c c^T`,
@@ -198,7 +198,7 @@ def batch_statistics(
 def _pool(
     block: Block, calls: Sequence[dict[str, Statistic]]
 ) -> dict[str, Statistic]:
-    """Adds up the statistics of all calls of a layer."""
+    """Add up the statistics of all calls of a layer."""
     shapes, pooled = block.factor_shapes, {}
     for name in calls[0]:
         statistics = [call[name] for call in calls]
@@ -216,7 +216,7 @@ def _pool(
 def output_total(
     block: Block, records: Sequence[Record], view: View
 ) -> tf.Tensor:
-    """Sums `g g^T` over the calls of a layer, without the scales of a view."""
+    """Sum `g g^T` over the calls of a layer, without the scales of a view."""
     totals = []
     for record in records:
         rows, _, examples = _rows(block, record, view.subsample)
@@ -298,7 +298,7 @@ def _sums(block: Block, record: Record, view: View) -> dict[str, Statistic]:
 def _rows(
     block: Block, record: Record, subsample: Subsample | None
 ) -> tuple[Rows, int | tf.Tensor, Examples | None]:
-    """Returns the rows of a call, the batch size, and the selected examples.
+    """Return the rows of a call, the batch size, and the selected examples.
 
     The record is subsampled before the conversion to rows where the block
     supports it, which saves time.
@@ -323,7 +323,7 @@ def _rows(
 
 
 def _rescale(total: tf.Tensor, examples: Examples | None) -> tf.Tensor:
-    """Rescales a sum over the selected examples to the whole batch."""
+    """Rescale a sum over the selected examples to the whole batch."""
     if examples is None:
         return total
     return total * tf.cast(examples.weight, total.dtype)
@@ -359,7 +359,7 @@ def _row_weights(
 
 
 def _broadcast_positions(weightless: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
-    """Converts flags `(B, positions)` of a loss to the rows of a layer.
+    """Convert flags `(B, positions)` of a loss to the rows of a layer.
 
     If the number of rows differs from the number of flags, a row has the flag
     of its example: true if all positions of the example have no weight.
@@ -388,7 +388,7 @@ _TOLERANCE = 1e-4
 def records_of(
     block: Block, calls: Calls, gradients: Sequence[tf.Tensor]
 ) -> tuple[list[Record], tf.Tensor | None]:
-    """Returns one record per call, of the applied backward passes.
+    """Return one record per call, of the applied backward passes.
 
     The applied gradients may differ from the recorded ones by a factor, for
     example after clipping.
@@ -417,7 +417,7 @@ def records_of(
 def _compare(
     recorded: Sequence[tf.Tensor], gradient: tf.Tensor, choices: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Finds the choice of records whose sum equals the applied gradient.
+    """Find the choice of records whose sum equals the applied gradient.
 
     Returns:
         Index of the first choice that equals the gradient, else of the first
@@ -457,7 +457,7 @@ def _first(flags: tf.Tensor) -> tf.Tensor:
 
 
 def _merge(records: Sequence[Record], chosen: Sequence[tf.Tensor]) -> Record:
-    """Merges the records of a call: sums the gradients of chosen records."""
+    """Merge the records of a call: sum the gradients of chosen records."""
     gradients = [
         tf.math.multiply_no_nan(r.gradient, tf.cast(c, r.gradient.dtype))
         for r, c in zip(records, chosen, strict=True)

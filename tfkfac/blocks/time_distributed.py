@@ -78,7 +78,7 @@ class TimeDistributedBlock(Block):
         )
 
     def _before_activation(self, inputs: Any, gradient: tf.Tensor) -> tf.Tensor:
-        """Backpropagates a gradient through the inner layer's activation."""
+        """Backpropagate a gradient through the inner layer's activation."""
         inner = self._block.layer
         activation = getattr(inner, "activation", None)
         if activation is None or activation is keras.activations.linear:
@@ -111,7 +111,7 @@ class TimeDistributedBlock(Block):
 
 
 def fold(tensor: tf.Tensor) -> tf.Tensor:
-    """Reshapes `(batch, time, ...)` to `(batch * time, ...)`."""
+    """Reshape `(batch, time, ...)` to `(batch * time, ...)`."""
     shape = tf.shape(tensor)
     folded = tf.concat([[shape[0] * shape[1]], shape[2:]], 0)
     return tf.ensure_shape(
@@ -120,7 +120,7 @@ def fold(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def unfold(rows: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
-    """Reshapes `(batch * time, shared, ...)` to `(batch, time * shared, ...)`.
+    """Reshape `(batch * time, shared, ...)` to `(batch, time * shared, ...)`.
 
     `shape` is `(batch, time)`.
     """

@@ -34,7 +34,7 @@ class Part:
         return self.shape
 
     def pack(self, value: tf.Tensor) -> tf.Tensor:
-        """Removes redundant entries before a transfer."""
+        """Remove redundant entries before a transfer."""
         return value
 
     def unpack(self, packed: tf.Tensor) -> tf.Tensor:
@@ -113,7 +113,7 @@ class Wire:
         return part.packed_shape if self.symmetric else part.shape
 
     def pack(self, part: Part, value: tf.Tensor) -> tf.Tensor:
-        """Converts a tensor to this format."""
+        """Convert a tensor to this format."""
         return part.pack(value) if self.symmetric else value
 
     def unpack(self, part: Part, value: tf.Tensor) -> tf.Tensor:
@@ -226,7 +226,7 @@ class Factor(abc.ABC):
     def inverse(
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        """Computes `(F + damping I)^-1`.
+        """Compute `(F + damping I)^-1`.
 
         Args:
             value: The stored tensor of `F`.
@@ -238,7 +238,7 @@ class Factor(abc.ABC):
         """
 
     def for_products(self, inverse: Tensors, dtype: tf.DType) -> Tensors:
-        """Casts an inverse to the dtype in which it is multiplied.
+        """Cast an inverse to the dtype in which it is multiplied.
 
         Args:
             inverse: Tensors of the inverse, possibly stored in bfloat16.
@@ -250,7 +250,7 @@ class Factor(abc.ABC):
     def multiply(
         self, inverse: Tensors, matrix: tf.Tensor, side: Side
     ) -> tf.Tensor:
-        """Multiplies a gradient matrix by an inverse.
+        """Multiply a gradient matrix by an inverse.
 
         Args:
             inverse: The result of `for_products`.
@@ -266,7 +266,7 @@ class Factor(abc.ABC):
 
     @abc.abstractmethod
     def eigen(self, value: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Computes the eigendecomposition, with eigenvalues of at least 0.
+        """Compute the eigendecomposition, with eigenvalues of at least 0.
 
         Args:
             value: The stored tensor of the matrix.
@@ -280,7 +280,7 @@ class Factor(abc.ABC):
     def rotate(
         self, eigen: Tensors, matrix: tf.Tensor, side: Side, back: bool = False
     ) -> tf.Tensor:
-        """Transforms a gradient matrix to the eigenbasis, or back.
+        """Transform a gradient matrix to the eigenbasis, or back.
 
         Args:
             eigen: The result of `eigen`, optionally without eigenvalues.
@@ -291,7 +291,7 @@ class Factor(abc.ABC):
         """
 
     def widen(self, values: tf.Tensor, side: Side) -> tf.Tensor:
-        """Repeats values per eigenvalue for each coordinate of the eigenbasis.
+        """Repeat values per eigenvalue for each coordinate of the eigenbasis.
 
         Args:
             values: One value for each eigenvalue, along the axis of `side`.

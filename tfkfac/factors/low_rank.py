@@ -40,7 +40,7 @@ def probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _random_transform(size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draws a sign for each row and a frequency for each column of `probes`."""
+    """Draw a sign for each row and a frequency for each column of `probes`."""
     # The legacy generator returns equal numbers in all versions of NumPy.
     rng = np.random.RandomState(0)
     signs = 2 * rng.randint(2, size=size) - 1
@@ -51,7 +51,7 @@ def _random_transform(size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
 def nystroem_half(
     product: tf.Tensor, columns: tf.Tensor, precision: tf.DType
 ) -> tf.Tensor:
-    """Computes `F` with `F F^T` close to a positive semidefinite `M`.
+    """Compute `F` with `F F^T` close to a positive semidefinite `M`.
 
     `F F^T <= M`, with equality up to rounding if the rank of `M` is at most
     `r`. The result is not finite if the product is not finite, or if no
@@ -180,7 +180,7 @@ class LowRank(Factor):
         return self.as_matrix(value)
 
     def _split(self, value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns `F` and `rest`, with two axes of size 1, in float64."""
+        """Return `F` and `rest`, with two axes of size 1, in float64."""
         # Propagate NaN to the whole result: `tf.maximum` below may hide it.
         finite = all_finite([value])
         wide = tf.where(finite, tf.cast(value, tf.float64), float("nan"))
@@ -205,7 +205,7 @@ class LowRank(Factor):
     def inverse(
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        """Computes `V` and `c` of `(M + damping I)^-1 = c (I - V V^T)`."""
+        """Compute `V` and `c` of `(M + damping I)^-1 = c (I - V V^T)`."""
         key = "sketch's inverse", self
         return shared_call(key, self._inverse, value, damping)
 
@@ -266,7 +266,7 @@ class LowRank(Factor):
     def rotate(
         self, eigen: Tensors, matrix: tf.Tensor, side: Side, back: bool = False
     ) -> tf.Tensor:
-        """Transforms to `rank` coordinates, then the `size` of the residual."""
+        """Transform to `rank` coordinates, then the `size` of the residual."""
         basis = eigen[""]
         axis = -2 if side == "left" else -1
         if back:
@@ -294,14 +294,14 @@ class _Correction(MatrixPart):
 
 
 def _project(basis: tf.Tensor, matrix: tf.Tensor, side: Side) -> tf.Tensor:
-    """Computes the coordinates of a gradient matrix in a basis."""
+    """Compute the coordinates of a gradient matrix in a basis."""
     if side == "left":
         return tf.matmul(basis, matrix, transpose_a=True)
     return tf.matmul(matrix, basis)
 
 
 def _expand(basis: tf.Tensor, inside: tf.Tensor, side: Side) -> tf.Tensor:
-    """Computes a gradient matrix from its coordinates in a basis."""
+    """Compute a gradient matrix from its coordinates in a basis."""
     if side == "left":
         return tf.matmul(basis, inside)
     return tf.matmul(inside, basis, transpose_b=True)
@@ -321,11 +321,11 @@ class Limit:
     rank: int = 64
 
     def matrix(self, size: int) -> Factor:
-        """Creates a factor of one matrix."""
+        """Create a factor of one matrix."""
         return self._low_rank(size) if self.exceeded(size) else Dense(size)
 
     def stack(self, count: int, size: int) -> Factor:
-        """Creates a factor of `count` matrices, one per group of a layer."""
+        """Create a factor of `count` matrices, one per group of a layer."""
         if self.exceeded(size):
             return self._low_rank(size, count)
         return Stack(count, size)

@@ -44,7 +44,7 @@ class Distribution(abc.ABC):
 
     @abc.abstractmethod
     def sample(self, outputs: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        """Samples labels and returns the gradient of their loss.
+        """Sample labels and return the gradient of their loss.
 
         Args:
             outputs: Model outputs `(..., n)`.
@@ -223,7 +223,7 @@ class OneOf(Distribution):
     def map(
         self, function: Callable[[Distribution], Distribution]
     ) -> "Distribution":
-        """Applies a function to each candidate."""
+        """Apply a function to each candidate."""
         return one_of([function(d) for d in self.candidates], self.index)
 
     @override
@@ -235,7 +235,7 @@ class OneOf(Distribution):
         return self._switch(lambda d: d.column(outputs, index))
 
     def _switch(self, compute: Callable[[Any], tf.Tensor]) -> tf.Tensor:
-        """Calls a function with the selected distribution."""
+        """Call a function with the selected distribution."""
         branches = [
             functools.partial(compute, d) for d in (*self.candidates, Normal())
         ]
@@ -251,7 +251,7 @@ class OneOfIndependent(OneOf, Independent):
 
 
 def one_of(candidates: Sequence[Distribution], index: tf.Tensor) -> OneOf:
-    """Creates a `OneOf`, `Independent` if all candidates are."""
+    """Create a `OneOf`, `Independent` if all candidates are."""
     independent = all(isinstance(d, Independent) for d in candidates)
     return (OneOfIndependent if independent else OneOf)(candidates, index)
 
@@ -273,7 +273,7 @@ _registered: dict[Any, DistributionFunction] = {}
 
 
 def distribution_of(terms: LossTerms) -> Distribution | None:
-    """Returns the distribution of a loss, or None if it is unknown."""
+    """Return the distribution of a loss, or None if it is unknown."""
     if terms.call is None:
         return None
     get_distribution = loss_terms.look_up(_registered, terms.call.loss)
@@ -292,7 +292,7 @@ def register_distribution(
     unit: float | None = None,
     features: str = "sum",
 ) -> None:
-    """Registers the predictive distribution of a loss.
+    """Register the predictive distribution of a loss.
 
     The loss is the negative log-likelihood of this distribution.
     `KFAC(fisher="monte_carlo")` and `KFAC(fisher="type2")` need it. It is
@@ -386,7 +386,7 @@ class Output:
     def gradient(
         self, compute: OutputGradient, weight: tf.Tensor | None
     ) -> tf.Tensor:
-        """Computes a gradient, or a column of a Fisher root, with weights.
+        """Compute a gradient, or a column of a Fisher root, with weights.
 
         Weights of the terms and the loss (None is 1) multiply the Fisher
         matrix, so the result is multiplied by their square root.
@@ -460,7 +460,7 @@ class Likelihood:
 def find_likelihood(
     losses: Sequence[LossTerms], calls: Sequence[Pullback]
 ) -> Likelihood | str:
-    """Returns the outputs of all losses of a step, or why they are unknown."""
+    """Return the outputs of all losses of a step, or why they are unknown."""
     if all(terms.call is None for terms in losses):
         return "no loss was computed by `model.compute_loss`"
     outputs = []
@@ -476,7 +476,7 @@ def find_likelihood(
 
 
 def output_of(terms: LossTerms) -> Output | str:
-    """Returns the output of one loss, or why its distribution is unknown."""
+    """Return the output of one loss, or why its distribution is unknown."""
     distribution = distribution_of(terms)
     if terms.call is None or distribution is None:
         name = "" if terms.call is None else terms.call.loss.name

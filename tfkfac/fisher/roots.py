@@ -29,14 +29,14 @@ class DiagonalRoot(NamedTuple):
     def times(
         self, rows: tf.Tensor, first: tf.Tensor, end: tf.Tensor
     ) -> tf.Tensor:
-        """Multiplies `B^T` by rows of the examples `first` to `end`.
+        """Multiply `B^T` by rows of the examples `first` to `end`.
 
         Rows are `(end - first, outputs, n)`.
         """
         return self.diagonal[first:end, :, None] * rows
 
     def residuals(self, slopes: tf.Tensor) -> tf.Tensor:
-        """Solves `B r = slopes` for `r`; both are `(examples, outputs)`."""
+        """Solve `B r = slopes` for `r`; both are `(examples, outputs)`."""
         return tf.math.divide_no_nan(slopes, self.diagonal)
 
 
@@ -48,14 +48,14 @@ class TermRoot(NamedTuple):
     def times(
         self, rows: tf.Tensor, first: tf.Tensor, end: tf.Tensor
     ) -> tf.Tensor:
-        """Multiplies `B^T` by rows of the examples `first` to `end`."""
+        """Multiply `B^T` by rows of the examples `first` to `end`."""
         _, terms, size, _ = self.columns.shape
         by_term = tf.reshape(rows, [-1, terms, size, rows.shape[-1]])
         product = tf.matmul(self.columns[first:end], by_term, transpose_a=True)
         return tf.reshape(product, [-1, terms * size, rows.shape[-1]])
 
     def residuals(self, slopes: tf.Tensor) -> tf.Tensor:
-        """Solves `B r = slopes` for `r`; both are `(examples, outputs)`."""
+        """Solve `B r = slopes` for `r`; both are `(examples, outputs)`."""
         _, terms, size, _ = self.columns.shape
         right = tf.reshape(slopes, [-1, terms, size, 1])
         # An orthogonal decomposition, because B may be rank-deficient.
@@ -69,7 +69,7 @@ Root = DiagonalRoot | TermRoot
 def root_of(
     output: Output, values: tf.Tensor, is_logits: bool, scale: tf.Tensor
 ) -> Root:
-    """Computes a root of the Hessian of one loss.
+    """Compute a root of the Hessian of one loss.
 
     `values` are the outputs, or their logits if `is_logits`; `scale` is `s`.
     """
@@ -95,7 +95,7 @@ def root_of(
 
 
 def of_logits(distribution: Distribution) -> Distribution:
-    """Converts a distribution with probabilities to one with logits."""
+    """Convert a distribution with probabilities to one with logits."""
     if isinstance(distribution, OneOf):
         return distribution.map(of_logits)
     if isinstance(distribution, Bernoulli):

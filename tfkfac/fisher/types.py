@@ -104,7 +104,7 @@ def _output_totals(
     output: Output,
     weight: tf.Tensor | None,
 ) -> dict[int, tf.Tensor]:
-    """Sums `g g^T` of each block over the columns of one output."""
+    """Sum `g g^T` of each block over the columns of one output."""
     size = output.size
     if size is None or size > _MAX_COLUMNS:
         raise ValueError(
@@ -193,7 +193,7 @@ class Choice(NamedTuple):
     applies: tf.Tensor | None = None
 
     def without_tensors(self) -> "Choice":
-        """Returns a copy without tensors, to keep after the trace."""
+        """Return a copy without tensors, to keep after the trace."""
         return Choice(self.type, reason=self.reason)
 
 
@@ -202,7 +202,7 @@ def choose_type(
     losses: Sequence[LossTerms],
     calls: Sequence[Pullback],
 ) -> Choice:
-    """Chooses the type of the Fisher matrix for a step.
+    """Choose the type of the Fisher matrix for a step.
 
     `requested` is "monte_carlo", "type2" or None. None is "monte_carlo" if the
     distributions of the losses are known and not all labels are classes, else

@@ -13,8 +13,8 @@ from tfkfac.compat.optimizers import variable_key
 from tfkfac.distributed.plan import Plan
 from tfkfac.fisher import types
 from tfkfac.fisher.types import Choice
-from tfkfac.kfac.bank import Counters, Preconditioner, State
 from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.state import Counters, Preconditioner, State
 from tfkfac.solvers.base import most_rows
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Step
@@ -81,7 +81,7 @@ def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
             continue
         used = block.used_as(calls[id(block.layer)])
         relevant = used.relevant(calls[id(block.layer)])
-        if block.left_out:
+        if block.skip_reason:
             continue
         _check(block, None not in places, bool(relevant))
         gradients = [step.gradients[i] for i in indices]

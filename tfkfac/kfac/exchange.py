@@ -30,7 +30,7 @@ Parts = dict[str, tf.Tensor]
 
 
 class Exchange:
-    """Packs, sends and unpacks tensors according to a plan.
+    """Pack, send and unpack tensors according to a plan.
 
     Args:
         plan: Assignment of layers to workers.

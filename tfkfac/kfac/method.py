@@ -25,7 +25,6 @@ from tfkfac.kfac.active import (
     observed,
 )
 from tfkfac.kfac.averages import Pending
-from tfkfac.kfac.bank import State, local_factors
 from tfkfac.kfac.natural import Natural, count_invalid
 from tfkfac.kfac.placement import (
     FACTORS,
@@ -39,6 +38,7 @@ from tfkfac.kfac.settings import (
     KFACSettings,
 )
 from tfkfac.kfac.spectral import Spectral
+from tfkfac.kfac.state import State, local_factors
 from tfkfac.saving.entries import Contents
 from tfkfac.shell.method import Method
 from tfkfac.solvers.registry import make_solver
@@ -52,7 +52,7 @@ FACTOR_RANK = 64
 
 
 class KFACMethod(Method):
-    """Preconditions the gradient of each layer by its Kronecker factors.
+    """Precondition the gradient of each layer by its Kronecker factors.
 
     The arguments are those of `KFAC`.
     """

@@ -15,7 +15,9 @@ from tfkfac.blocks.embedding import EmbeddingBlock, PositionEmbeddingBlock
 from tfkfac.compat.functions import shared_call, when
 from tfkfac.compat.optimizers import rate_of
 from tfkfac.kfac.active import ActiveBlock
-from tfkfac.kfac.bank import (
+from tfkfac.kfac.exchange import Exchange
+from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.state import (
     FIRST,
     LITTLE,
     MANY,
@@ -25,8 +27,6 @@ from tfkfac.kfac.bank import (
     State,
     StepReport,
 )
-from tfkfac.kfac.exchange import Exchange
-from tfkfac.kfac.placement import Placement
 from tfkfac.linalg.tensors import stack_scalars
 from tfkfac.saving.slots import Slots
 from tfkfac.shell.arguments import Hyperparameter

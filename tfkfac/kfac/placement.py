@@ -302,7 +302,7 @@ def steps_between(
 ) -> tf.Tensor:
     """Steps between two factor or inverse updates, a scalar int64.
 
-    Follows the `default` schedule if `interval` is None.
+    Follow the `default` schedule if `interval` is None.
     """
     if interval.get() is not None:
         return interval.at(clock)
@@ -315,7 +315,7 @@ def steps_between(
 def assign_groups(operations: Sequence[int]) -> tuple[int, ...]:
     """Divide blocks into groups, to spread inverse updates over steps.
 
-    Uses the fewest groups whose operations stay within 1.5 times the largest
+    Use the fewest groups whose operations stay within 1.5 times the largest
     block; a small model has one group. The result depends only on the blocks:
     the steps of a job must not depend on its number of workers.
     """

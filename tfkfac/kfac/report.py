@@ -14,9 +14,9 @@ from tfkfac.capture.walk import SKIPPED
 from tfkfac.compat.models import last_layers
 from tfkfac.factors import LowRank
 from tfkfac.fisher.types import Choice
-from tfkfac.kfac.bank import State
 from tfkfac.kfac.natural import Natural
 from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.state import State
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.training.job import Job
 
@@ -132,7 +132,7 @@ def describe(
     rows = [
         block_row(placement, states, i)
         for i, block in enumerate(placement.blocks)
-        if block.left_out is None
+        if block.skip_reason is None
     ]
     if rows:
         header = ["Layer", "Block", "A", "G", "Weights", "State"]

@@ -35,7 +35,6 @@ from tfkfac.blocks import LayerGradient, MatrixGradient
 from tfkfac.compat.functions import shared_call
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.averages import SPECTRAL
-from tfkfac.kfac.bank import Clip, State
 from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.natural import (
     TABLES,
@@ -47,6 +46,7 @@ from tfkfac.kfac.natural import (
     scale_rows,
 )
 from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.state import Clip, State
 from tfkfac.linalg.polar import polar_factors
 from tfkfac.linalg.tensors import all_finite, are_finite, select, stack_scalars
 from tfkfac.saving.slots import Slots

@@ -130,7 +130,7 @@ class Lanczos:
     ) -> tuple[Tridiagonal, list[tf.Tensor]]:
         """Run `steps` iterations from a start vector (shard).
 
-        Returns the tridiagonal matrix, and the basis as matrices of rows.
+        Return the tridiagonal matrix, and the basis as matrices of rows.
         """
         if tf.executing_eagerly():
             return self._run_eagerly(vector, steps)
