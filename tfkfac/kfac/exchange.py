@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
@@ -182,14 +182,16 @@ class Exchange:
         return received
 
     def _part_items(self, layers: Sequence[int]) -> list[Item]:
+        """Items of the decompositions, in the same order on every worker."""
         items = []
-        for i, block in self._sorted_blocks(layers):
+        for i in sorted(layers):
             for factor, owner in self.plan.layers[i].owners.items():
                 members = self.plan.decomposition_group(i, factor)
-                dtype = self._part_dtype(i)
-                specs = self._solver.parts(block.factors, factor)
+                specs = self._solver.parts(self._blocks[i].factors, factor)
                 for name, spec in specs.items():
-                    packed = tf.TensorSpec(self.wire.shape(spec), dtype)
+                    packed = tf.TensorSpec(
+                        self.wire.shape(spec), self._part_dtype(i)
+                    )
                     items.append(Item(i, name, packed, owner, members))
         return items
 
@@ -235,31 +237,18 @@ class Exchange:
 
     def _gradient_specs(self, layer: int) -> list[tf.TensorSpec]:
         """Specs of a preconditioned gradient and its scalars, if any."""
-        block = self._blocks[layer]
-        shapes = [block.gradient_shape, (self._num_scalars,)]
-        return [
-            tf.TensorSpec(shape, block.dtype)
-            for shape in shapes[: 1 + (self._num_scalars > 0)]
-        ]
+        block, count = self._blocks[layer], self._num_scalars
+        shapes = [block.gradient_shape, *([(count,)] if count else [])]
+        return [tf.TensorSpec(shape, block.dtype) for shape in shapes]
 
     def _gradient_items(self, layers: Sequence[int]) -> list[Item]:
-        return [
-            Item(
-                i,
-                str(root),
-                tf.TensorSpec(
-                    [math.prod(block.gradient_shape) + self._num_scalars],
-                    block.dtype,
-                ),
-                root,
-                members,
+        """Items of the gradients, in the same order on every worker."""
+        items = []
+        for i in sorted(layers):
+            size = math.prod(self._blocks[i].gradient_shape)
+            flat = tf.TensorSpec(
+                [size + self._num_scalars], self._blocks[i].dtype
             )
-            for i, block in self._sorted_blocks(layers)
-            for root, members in self.plan.gradient_groups(i)
-        ]
-
-    def _sorted_blocks(
-        self, layers: Sequence[int]
-    ) -> Iterator[tuple[int, Block]]:
-        """Indices and blocks of layers, in the same order on every worker."""
-        return ((i, self._blocks[i]) for i in sorted(layers))
+            for root, members in self.plan.gradient_groups(i):
+                items.append(Item(i, str(root), flat, root, members))
+        return items
