@@ -92,8 +92,17 @@ class Natural:
         exchange: Exchange,
         damping: tf.Tensor,
     ) -> list[Preconditioned]:
-        """Compute the directions of the blocks, before scaling."""
-        return precondition(layers, step, exchange, damping)
+        """Compute the directions of the blocks, before scaling.
+
+        Gradient workers precondition the reduced gradients and send P to the
+        receivers. The damping bounds the length of P.
+        """
+        by_rows = [layer for layer in layers if layer.rows is not None]
+        others = [layer for layer in layers if layer.rows is None]
+        return [
+            *precondition_rows(by_rows, step, damping),
+            *precondition_matrices(others, step, exchange, damping),
+        ]
 
     def gradients(
         self,
@@ -223,24 +232,6 @@ def clip_step(
     )
     factor = tf.where(length > 0, tf.minimum(clipped, 1.0), 1.0)
     return Clip(factor, length)
-
-
-def precondition(
-    layers: Sequence[ActiveBlock],
-    step: Step,
-    exchange: Exchange,
-    damping: tf.Tensor,
-) -> list[Preconditioned]:
-    """Precondition on the gradient workers, and send P to the receivers.
-
-    The gradients are already reduced. The damping bounds the length of P.
-    """
-    by_rows = [layer for layer in layers if layer.rows is not None]
-    others = [layer for layer in layers if layer.rows is None]
-    return [
-        *precondition_rows(by_rows, step, damping),
-        *precondition_matrices(others, step, exchange, damping),
-    ]
 
 
 def precondition_matrices(
