@@ -10,6 +10,7 @@ each call, of all passes, or of the first pass (as in TensorFlow's DCGAN
 tutorial).
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ import tensorflow as tf
 from tfkfac.blocks.base import Block
 from tfkfac.blocks.rows import Rows, Statistic, size_of
 from tfkfac.capture.taps import Record
-from tfkfac.compat.functions import shared_call
+from tfkfac.compat.functions import TraceKey, shared_call
 
 # Default subsample: 1/4 of the batch, at least 64 examples over all workers.
 # Statistics of fewer examples cost accuracy and hardly save time.
@@ -184,15 +185,39 @@ def batch_statistics(
     """
     if not layers:
         return {}
-    scalars = view.scalars()  # Read variables once, not for each layer.
-    view = view.with_scalars(scalars)
-    return {
-        layer: _pool(
-            block,
-            [_call_statistics(block, r, view, scalars) for r in records],
-        )
-        for layer, (block, records) in layers.items()
-    }
+    # Read variables once, not for each layer.
+    view = view.with_scalars(view.scalars())
+    counts = collections.Counter(
+        _trace_key(block, record, view)
+        for block, records in layers.values()
+        for record in records
+    )
+    results = {}
+    for layer, (block, records) in layers.items():
+        statistics = []
+        for record in records:
+            key = _trace_key(block, record, view)
+            # A function for a single call would only make the trace slower.
+            # Convolutions get oneDNN kernels in a function.
+            if key is None or (key.any_size and counts[key] == 1):
+                statistics.append(_sums(block, record, view))
+            else:
+                statistics.append(_shared_sums(block, record, view, key))
+        results[layer] = _pool(block, statistics)
+    return results
+
+
+def _trace_key(block: Block, record: Record, view: View) -> TraceKey | None:
+    """Trace key of the statistics of a call; None if they are not shared."""
+    if record.mask is not None or view.weightless:
+        return None
+    key = block.trace_key(record)
+    if key is None:
+        return None
+    subsample, rank = view.subsample, record.inputs.shape.rank
+    if subsample is not None:
+        subsample = subsample._replace(offset=None)
+    return key._replace(key=(key.key, rank, view.sharing, subsample))
 
 
 def _pool(
@@ -230,17 +255,10 @@ def _add(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return sum(others, first)
 
 
-def _call_statistics(
-    block: Block,
-    record: Record,
-    view: View,
-    scalars: Mapping[str, tf.Tensor],
+def _shared_sums(
+    block: Block, record: Record, view: View, key: TraceKey
 ) -> dict[str, Statistic]:
-    """Statistics of one call; calls with equal trace keys share a trace."""
-    has_key = record.mask is None and not view.weightless
-    trace_key = block.trace_key(record) if has_key else None
-    if trace_key is None:
-        return _sums(block, record, view)
+    """`_sums` by a traced function that calls with equal keys share."""
 
     def sums(
         inputs: tf.Tensor,
@@ -253,22 +271,15 @@ def _call_statistics(
         )
         return _sums(block, traced, view.with_scalars(scalars))
 
-    subsample = view.subsample
     return shared_call(
-        (
-            "statistics",
-            trace_key.key,
-            view.sharing,
-            subsample and (subsample.fraction, subsample.least),
-        ),
+        ("statistics", key.key),
         sums,
         record.inputs,
         record.gradient,
         tuple(record.moments or ()),
-        scalars,
-        any_size=trace_key.any_size,
-        # Only convolutions depend on sizes; give them oneDNN kernels.
-        placed=not trace_key.any_size,
+        view.scalars(),
+        any_size=key.any_size,
+        placed=not key.any_size,
     )
 
 
