@@ -18,7 +18,6 @@ from tests.support.placements import place
 from tests.support.reference import SOLVES, Array, append_one, factors, gradient
 from tfkfac.blocks import Statistic
 from tfkfac.kfac.placement import Placement
-from tfkfac.kfac.state import State
 
 WORKERS, ROWS = 2, 8
 # Half a unit in the last place, of each worker's cast and of their sum.
