@@ -1,33 +1,54 @@
 import collections
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.cluster import Pool
+from tests.support.cluster import SHAPES, Pool, cluster_of
+
+Run = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Runs jobs of several workers; it starts with the first of them."""
-    with Pool() as pool:
+    """Start clusters; calls of one shape share their processes."""
+    from tests.support.strategies import create_strategy
+
+    # TensorFlow refuses a strategy after the first operation, which the import
+    # of a test file may run.
+    with Pool(create_strategy) as pool:
         yield pool
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins: jobs, then files with many tests."""
-    counts = collections.Counter(item.path for item in items)
+@pytest.fixture
+def on_workers(pool: Pool) -> Run:
+    """Call a function on every worker of a cluster of `SHAPES`.
 
-    def key(item: pytest.Item) -> tuple[bool, int]:
-        fixtures = getattr(item, "fixturenames", ())
-        return "pool" not in fixtures, -counts[item.path]
+    For example `first, second = on_workers("two", function, argument)`.
+    """
+
+    def run(where: str, function: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        return pool.run(SHAPES[where], function, *args, **kwargs)
+
+    return run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests of clusters first, by cluster; then the longest files."""
+    counts = collections.Counter(item.path for item in items)
+    clusters = list(SHAPES)
+
+    def key(item: pytest.Item) -> tuple[int, int]:
+        if "pool" not in getattr(item, "fixturenames", ()):
+            return len(clusters), -counts[item.path]
+        return clusters.index(cluster_of(item.name) or clusters[0]), 0
 
     items.sort(key=key)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests that share models or jobs run in one process."""
+    """Run tests that share models or clusters in one process."""
     from tests.support.scheduling import FilesAndClusters
 
     return FilesAndClusters(config, log)

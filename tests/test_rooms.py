@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.support import traced_calls
-from tests.support.cluster import Pool
-from tests.support.jobs import Jobs
-from tests.support.traced_calls import OPTIMIZERS, Counts, count_calls
+from tests.support.traced_calls import (
+    OPTIMIZERS,
+    Counts,
+    count_calls,
+    count_on_worker,
+)
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "tfkfac"
@@ -69,8 +71,6 @@ MOST_CHANGES = {
     "DHO2": 250,
     "GaussNewton": 300,
 }
-JOBS = Jobs(traced_calls)
-JOBS.add("two: DHO2", "count_on_worker", "FOSI")
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in MODULES}
 
@@ -226,6 +226,6 @@ def test_a_step_seldom_changes_file(name: str) -> None:
     check_changes(name, count_calls(name))
 
 
-def test_a_step_of_two_workers_seldom_changes_file(pool: Pool) -> None:
-    for counts in JOBS.results(pool, "two: DHO2"):
+def test_a_step_of_two_workers_seldom_changes_file(on_workers: Any) -> None:
+    for counts in on_workers("two", count_on_worker, "FOSI"):
         check_changes("DHO2", counts)

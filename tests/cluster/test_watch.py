@@ -5,10 +5,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.support.cluster import run
+from tests.support.strategies import local_ranks, strategy
 from tfkfac.cluster import watch as module
 from tfkfac.cluster.channel import PEER_EXITED, PEER_LOST
 from tfkfac.cluster.config import Cluster
@@ -161,9 +164,29 @@ def test_only_a_loss_before_the_first_step_ends_the_process(
     assert signals == ([signal.SIGTERM] if is_ended else [])
 
 
+class FullDisk(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+        if batch == 3:
+            raise OSError(28, "No space left on device")
+
+
+def fail_on_worker_1() -> list[str]:
+    """Return the error of `fit` with any optimizer."""
+    with strategy().scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    callbacks = [FullDisk()] if local_ranks() == [1] else []
+    x = np.ones((40, 3), "float32")
+    try:
+        model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=callbacks)
+    except (OSError, RuntimeError) as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
 def test_two_processes() -> None:
     """One fails in a callback; the error of the other one names the cause."""
-    failure, others = run("tests.support.workers_strategy:fail", 1, workers=2)
+    failure, others = run(fail_on_worker_1, workers=2)
     assert others == ["OSError", "[Errno 28] No space left on device"]
     error_type, text = failure
     assert error_type == "WorkerFailedError"

@@ -3,18 +3,17 @@
 import ctypes
 import functools
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
 from tests.compat.contracts import contract
-from tests.support import workers_strategy
-from tests.support.cluster import Case, Pool, run
-from tests.support.jobs import SHAPES, Jobs
+from tests.support.cluster import run
+from tests.support.strategies import STOCK, strategy
 from tfkfac.cluster.strategy import MultiWorkerMirroredStrategy
 from tfkfac.compat.strategies import (
     is_repaired,
@@ -24,45 +23,152 @@ from tfkfac.compat.strategies import (
     summing_replicas,
 )
 
-Results = Callable[[str], list[Any]]
-
-# Name: (function, keyword arguments). Results equal a single process.
-EQUAL: dict[str, tuple[str, dict[str, Any]]] = {
-    "two: sample weights, callbacks": ("train_with_extras", {}),
-    "two: structures": ("train_structures", {}),
-}
-# Keras averages over replicas, not over rows: results differ.
-UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
-    "two: last batch": ("train", {"rows": 13, "dataset": True}),
-    "two: only batch of one row": ("train", {"rows": 1}),
-}
-# Strings, and fewer rows on one worker, are special cases of `reduce`.
-HARDEST = "two: only batch, structures"
-REPAIRED = {HARDEST: ("train_structures", {"rows": 5})}
+BATCH = 8
 
 
-ALL = EQUAL | UNEVEN | REPAIRED
-JOBS = Jobs(workers_strategy)
-FUNCTIONS = workers_strategy.__name__
-for name_, (function_, kwargs_) in ALL.items():
-    JOBS.add(name_, function_, **kwargs_)
-REDUCE = "two: reduce"
-JOBS.add(REDUCE, "reductions")
+# -------------------------------------------------------------- on a worker
+def regression(rows: int, seed: int = 0) -> tuple[Any, Any]:
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, 4)).astype("float32")
+    return x, np.tanh(x[:, :3] * x[:, 1:])
 
 
-@pytest.fixture
-def results(pool: Pool) -> Results:
-    """Function from the name of a job to the results by worker."""
-    return functools.partial(JOBS.results, pool)
+def train(
+    rows: int = 24, as_dataset: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Fit, evaluate and predict with a small regression model."""
+    keras.utils.set_random_seed(0)
+    with strategy().scope():
+        inputs = keras.Input((4,))
+        hidden = layers.Dense(6, activation="tanh")(inputs)
+        model = keras.Model(inputs, layers.Dense(3)(hidden))
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        model.compile(optimizer, "mse", metrics=["mae"])
+    x, y = regression(rows)
+    pairs: Any = (x, y)
+    sizes: Any = {"verbose": 0, "batch_size": BATCH}
+    if as_dataset:
+        pairs = (tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH),)
+        x = tf.data.Dataset.from_tensor_slices((x,)).batch(BATCH)
+        del sizes["batch_size"]
+    history = model.fit(*pairs, shuffle=False, **sizes, **options)
+    return {
+        "history": history.history,
+        "metrics": model.evaluate(*pairs, **sizes),
+        "outputs": model.predict(x, **sizes),
+        "expected_outputs": model(regression(rows)[0]).numpy(),
+        "weights": model.get_weights(),
+    }
 
 
-@functools.cache
-def alone(name: str) -> dict[str, Any]:
-    """Results of this process."""
-    function, kwargs = ALL[name]
-    return getattr(workers_strategy, function)(None, **kwargs)
+def train_with_extras() -> dict[str, Any]:
+    """Sample weights and callbacks; three epochs that end after two."""
+    return train(
+        rows=16,
+        sample_weight=np.random.default_rng(2).uniform(size=16),
+        callbacks=[
+            keras.callbacks.LearningRateScheduler(lambda e, r: r / (1 + e)),
+            keras.callbacks.EarlyStopping("val_loss", min_delta=1e9),
+        ],
+        validation_data=regression(11, seed=1),
+        epochs=3,
+    )
 
 
+def build_two_heads() -> Any:
+    """Dictionaries in and out, with dtypes that have no mean."""
+    inputs = {
+        "image": keras.Input((2, 2), dtype="uint8", name="image"),
+        "flag": keras.Input((1,), dtype="bool", name="flag"),
+        "word": keras.Input((1,), dtype="string", name="word"),
+        "token": keras.Input((1,), dtype="int64", name="token"),
+    }
+    words = layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")
+    features = [
+        layers.Flatten()(layers.Rescaling(1 / 255)(inputs["image"])),
+        keras.ops.cast(inputs["flag"], "float32"),
+        words(inputs["word"]),
+        layers.Flatten()(layers.Embedding(5, 3)(inputs["token"])),
+    ]
+    joined = layers.Concatenate()(features)
+    number = layers.Dense(1, name="number")(joined)
+    label = layers.Dense(2, "softmax", name="label")(joined)
+    model = keras.Model(inputs, {"number": number, "label": label})
+    model.compile(
+        "adam",
+        {"number": "mse", "label": "sparse_categorical_crossentropy"},
+        loss_weights={"number": 0.5, "label": 2.0},
+        metrics={"number": ["mae"], "label": ["accuracy"]},
+    )
+    return model
+
+
+def train_structures(rows: int = 16) -> dict[str, Any]:
+    """Fit, evaluate and predict with dictionaries."""
+    keras.utils.set_random_seed(0)
+    with strategy().scope():
+        model = build_two_heads()
+    features, targets = structures(rows)
+    sizes = {"batch_size": BATCH, "verbose": 0}
+    history = model.fit(features, targets, shuffle=False, **sizes)
+    return {
+        "history": history.history,
+        "metrics": model.evaluate(features, targets, **sizes),
+        "outputs": model.predict(features, **sizes),
+        "weights": model.get_weights(),
+    }
+
+
+def structures(rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    features = {
+        "image": rng.integers(256, size=(rows, 2, 2)).astype("uint8"),
+        "flag": rng.integers(2, size=(rows, 1)).astype(bool),
+        "word": tf.constant(rng.choice(["a", "b"], size=(rows, 1))),
+        "token": rng.integers(5, size=(rows, 1)),
+    }
+    targets = {
+        "number": rng.normal(size=(rows, 1)).astype("float32"),
+        "label": rng.integers(2, size=(rows, 1)),
+    }
+    return features, targets
+
+
+def reductions() -> dict[str, Any]:
+    """Call `reduce` in many ways, on the values 1, 2, ... of the replicas."""
+    replicas = strategy()
+
+    def by_replica(shape: Any = (), uneven: bool = False) -> Any:
+        def make() -> Any:
+            context = tf.distribute.get_replica_context()
+            number = context.replica_id_in_sync_group + 1
+            rows = [number] if uneven else []
+            return tf.ones([*rows, *shape]) * tf.cast(number, tf.float32)
+
+        return replicas.run(make)
+
+    @tf.function
+    def in_graph() -> Any:
+        pair = {"scalar": by_replica(), "vector": by_replica((3,))}
+        return replicas.reduce("MEAN", pair, axis=0)
+
+    mean, total = tf.distribute.ReduceOp.MEAN, tf.distribute.ReduceOp.SUM
+    pair = (by_replica((2,)), [by_replica()])
+    found = {
+        "structure, sum": replicas.reduce("SUM", pair),
+        "structure, mean": replicas.reduce(mean, pair),
+        "scalar, axis": replicas.reduce("mean", by_replica(), axis=0),
+        "keywords": replicas.reduce(reduce_op=total, value=by_replica()),
+        "uneven, axis": replicas.reduce(mean, by_replica(uneven=True), axis=0),
+        "uneven, shape": replicas.reduce(
+            "MEAN", by_replica((2,), uneven=True)
+        ).shape[1:],
+        "in graph": in_graph(),
+    }
+    return tf.nest.map_structure(np.asarray, found)
+
+
+# --------------------------------------------------------------------- tests
 def assert_same_everywhere(workers: list[Any]) -> None:
     first, *others = map(tf.nest.flatten, workers)
     for other in others:
@@ -70,39 +176,38 @@ def assert_same_everywhere(workers: list[Any]) -> None:
             np.testing.assert_array_equal(got, want)
 
 
-def assert_equals_alone(workers: list[Any], name: str) -> None:
-    for worker in workers:
-        tf.nest.map_structure(
-            functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6),
-            worker,
-            alone(name),
-        )
-
-
-@pytest.mark.parametrize("name", JOBS.params(EQUAL))
-def test_equals_a_single_process(results: Results, name: str) -> None:
-    workers = results(name)
+@pytest.mark.parametrize("function", [train_with_extras, train_structures])
+def test_equals_a_single_process(on_workers: Any, function: Any) -> None:
+    workers = on_workers("two", function)
     assert_same_everywhere(workers)
-    assert_equals_alone(workers, name)
+    assert_all_close(workers, function())
 
 
-@pytest.mark.parametrize("name", JOBS.params(UNEVEN))
-def test_uneven_batches(results: Results, name: str) -> None:
-    workers = results(name)
+def assert_all_close(workers: list[Any], want: Any) -> None:
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)
+    for worker in workers:
+        tf.nest.map_structure(close, worker, want)
+
+
+@pytest.mark.parametrize(
+    "options", [{"rows": 13, "as_dataset": True}, {"rows": 1}]
+)
+def test_uneven_batches(on_workers: Any, options: Any) -> None:
+    """Keras averages over replicas, so results differ from one process."""
+    workers = on_workers("two", train, **options)
     assert_same_everywhere(workers)
     (first, _) = workers
     assert np.all(np.isfinite(first["history"]["loss"]))
     # Every row is predicted once and in order; metrics average over rows.
     want = first["expected_outputs"]
     np.testing.assert_allclose(first["outputs"], want, rtol=1e-5, atol=1e-6)
-    _, y = workers_strategy.regression(len(want))
+    _, y = regression(len(want))
     metrics = [np.mean((want - y) ** 2), np.mean(np.abs(want - y))]
     np.testing.assert_allclose(first["metrics"], metrics, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", JOBS.params([REDUCE]))
-def test_reduce(results: Results, name: str) -> None:
-    for result in results(name):
+def test_reduce(on_workers: Any) -> None:
+    for result in on_workers("two", reductions):
         vector, (scalar,) = result["structure, sum"]
         assert (vector.tolist(), scalar) == ([3, 3], 3)
         vector, (scalar,) = result["structure, mean"]
@@ -115,22 +220,16 @@ def test_reduce(results: Results, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", JOBS.params([HARDEST]))
-def test_repaired_stock_strategy(results: Results, name: str) -> None:
-    """In a separate cluster: a process can have one such strategy only."""
-    function, kwargs = ALL[name]
-    stock = run(f"{FUNCTIONS}:{function}", "stock", *kwargs.values())
-    assert_same_everywhere(results(name) + stock)
+def test_repaired_stock_strategies(on_workers: Any) -> None:
+    """Strings, and a worker without rows, are not supported by their `reduce`.
 
-
-@pytest.mark.slow
-def test_repaired_mirrored_strategy(pool: Pool) -> None:
-    """Its own `reduce` supports neither strings nor uneven first batches."""
-    name = "two: structures"
-    function, kwargs = ALL[name]
-    case = Case(f"{FUNCTIONS}:{function}", ("repaired",), kwargs)
-    workers = pool.run(name, case, SHAPES["mirrored"]).get()
-    assert_equals_alone(workers, name)
+    In separate clusters: a process can have one such strategy only.
+    """
+    stock = {"environment": {STOCK: "yes"}}
+    repaired = run(train_structures, 5, workers=2, **stock)
+    assert_same_everywhere(on_workers("two", train_structures, 5) + repaired)
+    mirrored = run(train_structures, workers=1, devices=2, **stock)
+    assert_all_close(mirrored, train_structures())
 
 
 def test_repair() -> None:
@@ -158,7 +257,7 @@ def test_without_config(monkeypatch: pytest.MonkeyPatch) -> None:
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
         model.compile("sgd", "mse")
-    history = model.fit(*workers_strategy.regression(5), verbose=0)
+    history = model.fit(*regression(5), verbose=0)
     assert np.isfinite(history.history["loss"][0])
 
 

@@ -1,8 +1,10 @@
 """Directional curvature against dense matrices in NumPy."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -10,23 +12,26 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tests.support import workers_curvature
-from tests.support.cluster import Pool
+import tfkfac
 from tests.support.dtypes import floats
 from tests.support.harness import randomize
-from tests.support.jobs import Jobs
+from tests.support.marks import with_slow
 from tests.support.reference import Array
+from tests.support.strategies import strategy
 from tests.support.summaries import sequential
+from tests.support.training import dataset
 from tfkfac.blocks.statistics import Examples, Subsample
-from tfkfac.capture.model_taps import ForwardCall
+from tfkfac.capture.model_taps import ForwardCall, ForwardTap
+from tfkfac.compat.graphs import Sum, state_variable
 from tfkfac.curvature.directional import LossInputs, directional_curvature
+from tfkfac.distributed.collectives import differentiable_sum
+from tfkfac.kfac import optimizer as optimizers
+from tfkfac.kfac.method import KFACMethod
 from tfkfac.loss.batch import training_call
+from tfkfac.training.step import Step
 
 ROWS, FEATURES, OUTPUTS = 12, 4, 3
 RNG = np.random.default_rng(0)
-JOBS = Jobs(workers_curvature)
-JOBS.add("two: curvature", "measure")
-JOBS.add("mirrored: curvature", "measure", slow=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,14 +201,85 @@ def test_regularizers_count_once_over_replicas() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name", JOBS.params(["two: curvature", "mirrored: curvature"])
-)
-def test_several_workers(pool: Pool, name: str) -> None:
+# Rows of two workers, and the number of directions.
+SHARES, DIRECTIONS = [[0, 1, 2, 3, 4], [5, 6, 7]], 2
+
+
+class MeasuringMethod(KFACMethod):
+    """Measures the curvature along fixed directions before each step."""
+
+    def attach(self, job: Any) -> None:
+        super().attach(job)
+        ForwardTap.open(job.model)
+
+    def create(self) -> Any:
+        self.forms = self.job.for_each(
+            lambda rank: state_variable(
+                tf.zeros([DIRECTIONS] * 2), tf.float64, "forms"
+            )
+        )
+        return super().create()
+
+    def run(self, step: Step) -> None:
+        model, group = step.job.model, step.group
+        weights = model.trainable_variables
+        rng = np.random.default_rng(1)
+        directions = [
+            [tf.constant(rng.normal(size=v.shape)) for v in weights]
+            for _ in range(DIRECTIONS)
+        ]
+        total: Sum = tf.identity
+        if group.size > 1:
+            total = functools.partial(differentiable_sum, group)
+        form = directional_curvature(
+            model,
+            LossInputs.of(model, step.batch, step.loss),
+            weights,
+            directions,
+            step.loss.unit,
+            total,
+            group.size,
+        )
+        (form,) = group.all_reduce([form])
+        self.job.local_state(self.forms).assign(form)
+        super().run(step)
+
+
+def measure() -> list[Array]:
+    """Return the curvature on each local replica, of an uneven batch."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(8, 4)), rng.integers(0, 3, 8)
+    with floats("float64"):
+        measuring = mock.patch.object(optimizers, "KFACMethod", MeasuringMethod)
+        with measuring, strategy().scope():
+            optimizer = tfkfac.KFAC()
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential(
+                [
+                    keras.Input((4,)),
+                    layers.Dense(5, kernel_regularizer="l2"),
+                    layers.BatchNormalization(synchronized=True),
+                    layers.Activation("tanh"),
+                    layers.Dense(3),
+                ]
+            )
+            model.compile(
+                optimizer,
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            )
+        shares = SHARES
+        if strategy().num_replicas_in_sync == 1:
+            shares = [[*range(8)]]
+        model.fit(dataset((x, y), [shares]), steps_per_epoch=1, verbose=0)
+    return [np.array(v) for v in model.optimizer.method.forms]
+
+
+@pytest.mark.parametrize("where", with_slow(["two", "mirrored"], "mirrored"))
+def test_several_workers(on_workers: Any, where: str) -> None:
     """The sum over the workers is the curvature in one process."""
-    [alone] = workers_curvature.measure(None)
+    (alone,) = measure()
     assert np.linalg.eigvalsh(alone).min() > 0
-    for replicas in JOBS.results(pool, name):
+    for replicas in on_workers(where, measure):
         for got in replicas:
             np.testing.assert_allclose(got, alone, rtol=1e-6)
 

@@ -5,69 +5,103 @@ not need the result, as in a model with one layer, owned by one replica. NCCL
 matches calls by order; the tests check the order in the graph, without GPUs.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.compat.contracts import contract
-from tests.support import workers_collectives
-from tests.support.cluster import Pool
-from tests.support.gpu_kernels import REPORTS
-from tests.support.jobs import Jobs
-from tests.support.workers_collectives import HALF, OPTIMIZERS
+from tests.support.collectives import (
+    OPTIMIZERS,
+    audit,
+    batches,
+    build,
+    graph_over_nccl,
+)
+from tests.support.gpu_kernels import REPORTS, nodes_of, without_gpu_kernel
+from tests.support.strategies import strategy
 from tfkfac.distributed.collectives import Communicator
-
-JOBS = Jobs(workers_collectives)
-NCCL = {f"mirrored: {name} over NCCL": name for name in OPTIMIZERS | HALF}
-SINGLE = {f"two: one layer, {name}": name for name in OPTIMIZERS}
-JOBS.add("two: meetings", "meetings")
-for job, name in NCCL.items():
-    JOBS.add(job, "step_over_nccl", name)
-for job, name in SINGLE.items():
-    JOBS.add(job, "one_layer", name)
+from tfkfac.distributed.topology import find_topology
 
 
-@pytest.mark.parametrize("job", NCCL)
-def test_all_are_in_one_order(pool: Pool, job: str) -> None:
+def step_over_nccl(optimizer: str) -> dict[str, Any]:
+    graph, model = graph_over_nccl(optimizer, [5, 5])
+    return audit(graph) | {
+        "not on a GPU": without_gpu_kernel(graph),
+        "summed": {
+            tf.as_dtype(node.attr["T"].type).name
+            for node in nodes_of(graph)
+            if node.op == "CollectiveReduce"
+        },
+        "bytes": model.optimizer.communication_bytes(),
+    }
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids="mirrored: {}".format)
+def test_all_are_in_one_order(on_workers: Any, optimizer: str) -> None:
     """In TensorFlow, NCCL sums neither integers nor bfloat16."""
-    (result,) = JOBS.results(pool, job)
+    (result,) = on_workers("mirrored", step_over_nccl, optimizer)
     assert result["pairs"] >= 3, result
     assert not result["unordered"], result
     # Clocks of waiting times and event reports run on the host; the report
     # of empty batches has a number.
     assert result["not on a GPU"] <= REPORTS | {"Timestamp", "StringFormat"}
-    assert result["added up"] <= {"float32", "float64"}
+    assert result["summed"] <= {"float32", "float64"}
+    if optimizer == "half":
+        # 4 inputs, two layers of 5 units, 3 outputs, and biases.
+        inputs, outputs = (5, 6, 6), (5, 5, 3)
+        elements = sum(n * n for n in inputs + outputs)
+        # A factor is sent with its number of rows and its unit.
+        scalars = 2 * len(inputs + outputs)
+        # In a ring of two replicas, each receives half of the sum twice.
+        received = result["bytes"]["factor"]["factors"]
+        assert received == 4 * (elements + scalars)
+
+
+def train_one_layer() -> dict[str, Any]:
+    """Train models of which one replica owns all, with several optimizers."""
+    weights = {}
+    for optimizer in ("mem_opt", "dp_kfac", "columns", "accelerator"):
+        model = build(strategy(), optimizer, [])
+        model.fit(batches(6), verbose=0)
+        weights[optimizer] = [np.asarray(w) for w in model.get_weights()]
+    return weights
 
 
 @pytest.mark.slow
-def test_bytes_of_bfloat16_factors(pool: Pool) -> None:
-    """A model with 4 inputs, two layers of 5 units, 3 outputs, and biases."""
-    (result,) = JOBS.results(pool, "mirrored: half over NCCL")
-    inputs, outputs = (5, 6, 6), (5, 5, 3)
-    elements = sum(n * n for n in inputs + outputs)
-    # A factor is sent with its number of rows and its unit.
-    scalars = 2 * len(inputs + outputs)
-    # In a ring of two replicas, each receives half of the sum twice.
-    assert result["bytes"]["factor"]["factors"] == 4 * (elements + scalars)
+def test_a_model_of_one_layer_trains(on_workers: Any) -> None:
+    first, second = on_workers("two", train_one_layer)
+    for optimizer, values in first.items():
+        for ours, theirs in zip(values, second[optimizer], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+            assert np.isfinite(ours).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("job", SINGLE)
-def test_a_model_of_one_layer_trains(pool: Pool, job: str) -> None:
-    first, second = JOBS.results(pool, job)
-    for ours, theirs in zip(first, second, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-        assert np.isfinite(ours).all()
+def gather_texts() -> dict[str, bool]:
+    """Call `all_come` with equal and different texts, and without a member."""
+    rank = find_topology(strategy()).process
+    group = Communicator(rank, 2, "meetings")
+    results = {
+        "equal": group.all_come("equal", "7", 60),
+        "different": group.all_come("different", str(rank), 60),
+    }
+    if rank == 0:
+        results["alone"] = group.all_come("alone", "7", 0.1)
+    group.all_come("after it", "7", 60)
+    if rank == 1:
+        results["alone"] = group.all_come("alone", "7", 60)
+    return results
 
 
 @contract(
     "compat.strategies.store_text",
     "All processes of a job read the first text that is stored for a key.",
 )
-def test_rendezvous(pool: Pool) -> None:
+def test_rendezvous(on_workers: Any) -> None:
     """No member waits forever, and all members get the same result."""
-    for result in JOBS.results(pool, "two: meetings"):
-        assert result == {"both": True, "moments": False, "alone": False}
+    want = {"equal": True, "different": False, "alone": False}
+    assert on_workers("two", gather_texts) == [want, want]
 
 
 def test_no_two_reductions_share_a_scope() -> None:

@@ -1,119 +1,98 @@
 """MR-DHO2: accelerators estimate the curvature while workers train.
 
-Jobs are compared with the NumPy program, which runs the same schedule
-sequentially, in float64.
+In float64, trainings are compared with the NumPy program, which has the same
+schedule in one process.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import tfkfac
-from tests.support import workers_fosi
-from tests.support.cluster import Pool
-from tests.support.fosi_reference import Fosi, Network, data, mlp
-from tests.support.jobs import Jobs, replicas_of
+from tests.support.cluster import SHAPES
+from tests.support.fosi_reference import Fosi, Network, mlp
+from tests.support.fosi_training import reference, train
+from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tests.support.schedules import Formula
-from tests.support.weights import distance
-from tests.support.worker_parts import FEEDS, shares
-from tests.support.workers_fosi import DEFAULTS, HIDDEN, SIZE, reference
+from tests.support.training import (
+    FEEDS,
+    HIDDEN,
+    SIZE,
+    Result,
+    Training,
+    distance,
+    shares,
+)
 
-Results = Callable[[str], list[Any]]
-
-# -------------------------------------------------------------------- jobs
-JOBS = Jobs(workers_fosi)
-# Name: the arguments of `workers_fosi.train`.
-CASES: dict[str, dict[str, Any]] = {}
-# Estimations begin at updates 2, 5 and 8, a third of them beside each step;
-# their results are in use from update 5 and 8 on.
-OPTIONS = {
-    "model": "network",
-    "accelerator_fraction": 0.5,
-    "update_interval": 3,
-    "warmup_steps": 2,
-    "lanczos_steps": SIZE,
-    "evaluated": 2,
-}
+NAN = float("nan")
 
 
-def add(
-    where: str,
+def accelerated(
     layout: str,
-    final: str,
-    inner: str,
-    what: str = "",
-    slow: bool = True,
-    **kwargs: Any,
-) -> None:
-    name = f"{where}: {', '.join(filter(None, (layout, final, inner, what)))}"
-    kwargs |= {"layout": layout, "final_update": final, "inner": inner}
-    CASES[name] = OPTIONS | kwargs
-    JOBS.add(name, "train", slow=slow, **CASES[name])
+    final_update: str,
+    inner: str = "sgd",
+    fraction: float = 0.5,
+    **fields: Any,
+) -> Training:
+    """Estimations begin at updates 2, 5 and 8, a third of them in each step.
+
+    Their results are used from update 5 and 8 on.
+    """
+    options = {
+        "layout": layout,
+        "final_update": final_update,
+        "accelerator_fraction": fraction,
+        "update_interval": 3,
+        "warmup_steps": 2,
+        "lanczos_steps": SIZE,
+    }
+    return Training("FOSI", "network", inner, options=options, **fields)
 
 
-add("two", "columns", "paper", "sgd", slow=False)
-add("four", "rows", "stale", "adam")
-add("two", "rows", "stale", "sgd")
-# The estimation that began at update 2 is not done at the end of the interval,
-# which is shorter from update 3 on, and longer from update 5 on.
-changes_ = {3: {"update_interval": 2}, 5: {"update_interval": 4}}
-add("two", "columns", "stale", "sgd", "changed interval", changes=changes_)
-# Step and replica of a batch of NaN. An estimation begins in step 5; if it is
-# skipped, then the accelerators still use its batch.
-add("two", "rows", "stale", "sgd", "NaN at begin", poison=(5, 0))
-add("two", "rows", "stale", "sgd", "blind", poison=(5, 1))
-for fraction_, layout_, final_ in [
-    (0.25, "rows", "paper"),
-    (0.75, "columns", "stale"),
-]:
-    what_ = f"{fraction_} accelerators"
-    add("four", layout_, final_, "sgd", what_, accelerator_fraction=fraction_)
-add("mirrored", "columns", "paper", "adam")
-
-# Synchronised moments are of the workers, or of the accelerators.
-NORM: dict[str, Any] = {"model": "batch_norm", "inner": "plain"}
-for where_ in ("four", "mirrored"):
-    JOBS.add(
-        f"{where_}: moments",
-        "train",
-        slow=True,
-        feed=FEEDS["even"]()[:5],
-        **NORM,
-        accelerator_fraction=0.5,
-        update_interval=3,
-    )
+SLOW = {
+    "four: rows, stale": accelerated("rows", "stale", "adam"),
+    # The interval is shorter from update 3 on, so that the estimation of update
+    # 2 is not done at its end, and longer from update 5 on.
+    "two: columns, stale, intervals": accelerated(
+        "columns",
+        "stale",
+        changes={3: {"update_interval": 2}, 5: {"update_interval": 4}},
+    ),
+    # An estimation begins in step 5. If the step is skipped, the accelerators
+    # still use its batch.
+    "two: rows, stale, NaN of a worker": accelerated(
+        "rows", "stale", faults=((5, 0, NAN),)
+    ),
+    "two: rows, stale, NaN of an accelerator": accelerated(
+        "rows", "stale", faults=((5, 1, NAN),)
+    ),
+    "four: rows, paper": accelerated("rows", "paper", fraction=0.25),
+    "four: columns, stale": accelerated("columns", "stale", fraction=0.75),
+    "mirrored: columns, paper": accelerated("columns", "paper", "adam"),
+}
+CASES = {"two: columns, paper": accelerated("columns", "paper")} | SLOW
 
 
-@pytest.fixture
-def results(pool: Pool) -> Results:
-    """The results of a job by process."""
-    return functools.partial(JOBS.results, pool)
+def replicas_of(name: str) -> int:
+    shape = SHAPES[name.partition(":")[0]]
+    return shape.workers * shape.devices
 
 
 def count_workers(name: str) -> int:
     count = replicas_of(name)
-    return count - round(CASES[name]["accelerator_fraction"] * count)
+    return count - round(CASES[name].options["accelerator_fraction"] * count)
 
 
-@functools.cache
-def expected(name: str) -> tuple[Fosi, Array]:
-    """The NumPy program, and the weights at the start and after each step."""
-    replicas, workers = replicas_of(name), count_workers(name)
-    kwargs = {k: v for k, v in CASES[name].items() if k != "model"}
-    roles = range(workers), range(workers, replicas)
-    return reference(replicas, *roles, **kwargs)
-
-
-def by_rank(results: list[Any], what: str) -> list[tuple[int, Any]]:
-    """Pairs of rank and value of every replica."""
+def by_rank(processes: list[Result], key: str) -> list[tuple[int, Any]]:
+    """Return pairs of rank and value of every replica."""
     return [
         (rank, value)
-        for process in results
-        for rank, value in zip(process["ranks"], process[what], strict=True)
+        for process in processes
+        for rank, value in zip(process["ranks"], process[key], strict=True)
     ]
 
 
@@ -121,20 +100,34 @@ def flat(weights: list[Array]) -> list[Array]:
     return [np.concatenate([np.ravel(w) for w in weights])]
 
 
-# ----------------------------------------------------------------- results
-@pytest.mark.parametrize("name", JOBS.params(CASES))
-def test_training(results: Results, name: str) -> None:
-    """Weights equal the program's; replicas are bitwise equal."""
-    program, path = expected(name)
+@pytest.mark.parametrize("name", with_slow(CASES, *SLOW))
+def test_training(on_workers: Any, name: str) -> None:
+    processes = on_workers(name.partition(":")[0], train, CASES[name], 2)
+    replicas, workers = replicas_of(name), count_workers(name)
+    program, path = reference(
+        CASES[name], replicas, range(workers), range(workers, replicas)
+    )
+    check_weights(name, processes, program, path)
+    if not CASES[name].faults:
+        check_metrics(name, processes, path)
+    for process in processes:
+        check_state(name, process)
+
+
+def check_weights(
+    name: str, processes: list[Result], program: Fosi, path: Array
+) -> None:
+    """Weights equal the program's; replicas are equal bit for bit."""
     assert program.values is not None
-    processes, workers = results(name), count_workers(name)
-    blind, bad = "blind" in name, "poison" in CASES[name]
+    workers = count_workers(name)
+    is_blind, is_bad = "NaN of an acc" in name, "NaN" in name
     travelled = distance([path[-1]], [path[0]])
     assert travelled > 0.1
     for process in processes:
         away = distance(flat(process["weights"]), [path[-1]])
         assert away <= 1e-7 * travelled
-        assert process["iterations"] == len(path) - 1 - (bad and not blind)
+        skipped = is_bad and not is_blind
+        assert process["iterations"] == len(path) - 1 - skipped
     for _, variables in by_rank(processes, "variables"):
         for got, want in zip(
             variables, processes[0]["variables"][0], strict=True
@@ -145,98 +138,94 @@ def test_training(results: Results, name: str) -> None:
             assert values is None
             continue
         np.testing.assert_array_equal(values, processes[0]["spectrum"])
-        off = np.abs(values - program.values).max()
-        assert off <= 1e-7 * np.abs(program.values).max()
-    for what, want in [("failures", int(blind)), ("skipped", bad - blind)]:
-        for rank, count in by_rank(processes, what):
+        error = np.abs(values - program.values).max()
+        assert error <= 1e-7 * np.abs(program.values).max()
+    for key, want in [("failures", is_blind), ("skipped", is_bad - is_blind)]:
+        for rank, count in by_rank(processes, key):
             assert count == (want if rank < workers else 0)
 
 
-@pytest.mark.parametrize(
-    "name", JOBS.params(n for n in CASES if "poison" not in CASES[n])
-)
-def test_metrics(results: Results, name: str) -> None:
+def check_metrics(name: str, processes: list[Result], path: Array) -> None:
     """Metrics are means over all replicas' rows at their step's weights."""
-    _, path = expected(name)
-    x, y = data(160)
+    x, y = CASES[name].data
     steps = [
-        [row for own in step for row in own]
-        for step in shares(FEEDS["uneven"](), replicas_of(name))
+        [row for rows in step for row in rows]
+        for step in shares(FEEDS["uneven"], replicas_of(name))
     ]
 
     def means(pairs: Iterator[tuple[Array, list[int]]]) -> dict[str, Any]:
-        made = [
+        values = [
             (batch.losses(w), batch.hits(w))
             for w, rows in pairs
             for batch in [Network(x[rows], y[rows], HIDDEN)]
         ]
         loss, accuracy = (
-            np.concatenate(part).mean() for part in zip(*made, strict=True)
+            np.concatenate(column).mean()
+            for column in zip(*values, strict=True)
         )
         return {"loss": pytest.approx(loss, 1e-6), "accuracy": accuracy}
 
-    for process in results(name):
+    for process in processes:
         assert process["logs"] == means(zip(path, steps, strict=False))
         end = ((path[-1], rows) for rows in steps[:2])
         assert process["evaluation"] == means(end)
 
 
-@pytest.mark.parametrize(
-    "name", JOBS.params(["four: moments", "mirrored: moments"])
-)
-def test_synchronised_moments(results: Results, name: str) -> None:
-    """Moments are summed over the replicas of one role only."""
-    feed = FEEDS["even"]()
-    trained = [[*step[:2], [], []] for step in feed]
-    estimated = [*trained[:2], [[], [], *feed[2][2:]]]
-    plain = workers_fosi.train(None, feed=trained[:5], warmup_steps=9, **NORM)
-    single = workers_fosi.train(None, feed=estimated, **NORM)
-    travelled = distance(plain["weights"], plain["start"])
-    values = [*plain["weights"], *plain["statistics"]]
-    for process in results(name):
-        own = [*process["weights"], *process["statistics"]]
-        assert distance(own, values) <= 1e-9 * travelled
-        if (found := process["ritz_values"][0]) is not None:
-            np.testing.assert_allclose(found, single["spectrum"], rtol=1e-8)
-
-
-# ----------------------------------------------------------------- reports
-@pytest.mark.parametrize("name", JOBS.params(CASES))
-def test_reports(results: Results, name: str) -> None:
+def check_state(name: str, process: Result) -> None:
     """Workers store directions, accelerators basis and weights."""
-    options = DEFAULTS | CASES[name]
+    options = CASES[name].options
     replicas, workers = replicas_of(name), count_workers(name)
-    vector, paper = 8 * SIZE, options["final_update"] == "paper"
+    vector, is_paper = 8 * SIZE, options["final_update"] == "paper"
     shape: Any = (3, -(-SIZE // workers))
     if options["layout"] == "columns":
         shape = (-(-3 // workers), SIZE)
-    for process in results(name):
-        kept = process["state_bytes"]
-        assert not any("the first" in line for line in process["summary"])
-        shapes = [shape if r < workers else None for r in process["ranks"]]
-        assert process["shapes"] == shapes
-        assert kept["counters"] == 8 * (6 + 1)
-        plain, moved = (
-            process["communication_bytes"][kind]
-            for kind in ("plain", "estimation")
-        )
-        if process["ranks"][0] < workers:
-            assert kept["basis"] == 0
-            assert kept["directions"] >= 8 * np.prod(shape)
-            assert kept["copies"] == 2 * vector * paper
-            assert moved["lanczos"] == moved["weights"] == 0
-            assert moved["directions"] > 0
-            if paper:
-                nothing = dict.fromkeys(moved, 0)
-                assert plain == nothing | {"gradients": moved["gradients"]}
-        else:
-            slices = -(-SIZE // (replicas - workers))
-            assert kept["basis"] >= 8 * SIZE * slices
-            assert kept["directions"] == 0
-            assert kept["copies"] == vector
-            assert moved["gradients"] == moved["projections"] == 0
-            assert moved["weights"] == vector
-            assert moved["directions"] == 0
+    kept = process["state_bytes"]
+    assert "the first" not in process["summary"]
+    shapes = [shape if r < workers else None for r in process["ranks"]]
+    assert process["shapes"] == shapes
+    assert kept["counters"] == 8 * (6 + 1)
+    plain, moved = (
+        process["communication_bytes"][kind] for kind in ("plain", "estimation")
+    )
+    if process["ranks"][0] < workers:
+        assert kept["basis"] == 0
+        assert kept["directions"] >= 8 * np.prod(shape)
+        assert kept["copies"] == 2 * vector * is_paper
+        assert moved["lanczos"] == moved["weights"] == 0
+        assert moved["directions"] > 0
+        if is_paper:
+            nothing = dict.fromkeys(moved, 0)
+            assert plain == nothing | {"gradients": moved["gradients"]}
+    else:
+        length = -(-SIZE // (replicas - workers))
+        assert kept["basis"] >= 8 * SIZE * length
+        assert kept["directions"] == 0
+        assert kept["copies"] == vector
+        assert moved["gradients"] == moved["projections"] == 0
+        assert moved["weights"] == vector
+        assert moved["directions"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["four"])
+def test_synchronized_moments(on_workers: Any, where: str) -> None:
+    """Batch normalization sums over the replicas of one role only."""
+    norm = functools.partial(Training, "FOSI", "batch_norm", "plain")
+    feed = FEEDS["even"][:5]
+    case = norm(
+        feed=feed, options={"accelerator_fraction": 0.5, "update_interval": 3}
+    )
+    trained = [[*step[:2], [], []] for step in feed]
+    estimated = [*trained[:2], [[], [], *feed[2][2:]]]
+    plain = train(norm(feed=trained, options={"warmup_steps": 9}))
+    single = train(norm(feed=estimated))
+    travelled = distance(plain["weights"], plain["start"])
+    want = [*plain["weights"], *plain["statistics"]]
+    for process in on_workers(where, train, case):
+        got = [*process["weights"], *process["statistics"]]
+        assert distance(got, want) <= 1e-9 * travelled
+        if (values := process["ritz_values"][0]) is not None:
+            np.testing.assert_allclose(values, single["spectrum"], rtol=1e-8)
 
 
 def test_when_the_first_estimation_comes() -> None:

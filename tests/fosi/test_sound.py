@@ -8,15 +8,19 @@ import pytest
 import tensorflow as tf
 
 import tfkfac
-from tests.support import workers_unsound
-from tests.support.cluster import Pool
 from tests.support.fosi_reference import data, flat, loss, mlp, small
-from tests.support.jobs import Jobs
 from tests.support.lockstep import run_together
 from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tests.support.small import summary_text
-from tests.support.weights import assert_same_bits
+from tests.support.strategies import copies, local_ranks
+from tests.support.training import (
+    Spoil,
+    Training,
+    assert_same_bits,
+    build,
+    fit,
+)
 from tfkfac.fosi.layouts import LAYOUTS, Geometry
 from tfkfac.fosi.subspace import InnerTraits, Subspace
 
@@ -73,32 +77,47 @@ def test_the_step_is_the_inner_optimizers(inner: str, capfd: Any) -> None:
 
 
 # ------------------------------------------------------------ several workers
-JOBS = Jobs(workers_unsound)
-CASES: dict[str, dict[str, Any]] = {}
-for name_, inner_, tensor_, kwargs_ in [
-    ("two: columns", "adam", "ritz_values", {"layout": "columns"}),
-    ("four: rows", "adam", "directions", {"layout": "rows"}),
-    ("four: MR-DHO2", "sgd", "directions", {"accelerator_fraction": 0.5}),
-]:
-    CASES[f"{name_}, {inner_}, {tensor_}"] = {
-        "inner": inner_,
-        "tensor": tensor_,
-        **kwargs_,
+def fosi(inner: str, **options: Any) -> Training:
+    sizes = {"num_largest": 3, "num_smallest": 0, "lanczos_steps": 6}
+    clocks = {"warmup_steps": 0, "update_interval": 4}
+    options = sizes | clocks | options
+    return Training("FOSI", inner=inner, feed="even", options=options)
+
+
+# Training, and the tensor that is invalid on worker 1.
+SPOILED = {
+    "two: columns": (fosi("adam", layout="columns"), "ritz_values"),
+    "four: rows": (fosi("adam", layout="rows"), "directions"),
+    "four: MR-DHO2": (fosi("sgd", accelerator_fraction=0.5), "directions"),
+}
+
+
+def train_spoiled(case: Training, tensor: str) -> Any:
+    def tensors(states: Any) -> list[Any]:
+        local = zip(local_ranks(), states, strict=True)
+        return [getattr(s.subspace, tensor) for rank, s in local if rank == 1]
+
+    callback, model = Spoil(tensors), build(case)
+    fit(model, case, callback)
+    assert callback.largest_change() < 1
+    states = [s for s in model.optimizer.method.states if s.subspace]
+    return {
+        "copies": copies(model.variables),
+        "forgotten": [int(s.forgotten.numpy()) for s in states],
+        "estimations": [int(s.estimations.numpy()) for s in states],
     }
-for name_, kwargs_ in CASES.items():
-    JOBS.add(name_, "lose", slow=True, **kwargs_)
 
 
-@pytest.mark.parametrize("name", JOBS.params(CASES))
-def test_invalid_state_on_one_worker(pool: Pool, name: str) -> None:
+@pytest.mark.parametrize("name", with_slow(SPOILED, *SPOILED))
+def test_invalid_state_on_one_worker(on_workers: Any, name: str) -> None:
     """Invalid state on one worker: all take a plain step, then estimate."""
-    workers = JOBS.results(pool, name)
+    where = name.partition(":")[0]
+    workers = on_workers(where, train_spoiled, *SPOILED[name])
     assert_same_bits(workers)
     for worker in workers:
-        assert max(worker["moves"]) < 1
         assert worker["estimations"] in ([], [1], [2])
     trainers = [w for w in workers if w["forgotten"]]
-    assert len(trainers) == 2 + 2 * ("four" in name and "MR" not in name)
+    assert len(trainers) == 2 + 2 * (name == "four: rows")
     assert all(w["forgotten"] == [1] for w in trainers)
     assert all(w["estimations"] != [0] for w in trainers)
 

@@ -12,14 +12,10 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.support import workers_gauss
-from tests.support.cluster import Pool
-from tests.support.jobs import Jobs
+from tests.support.strategies import strategy
 from tfkfac.gauss_newton import support
 
 MEGA = 2**20
-JOBS = Jobs(workers_gauss)
-JOBS.add("mirrored: large", "refusal")
 
 
 def batches(network: Any, size: int) -> tf.data.Dataset:
@@ -126,7 +122,23 @@ def test_auto_uses_the_space_within_the_limit() -> None:
     assert sizes.space("auto", 200) == "residuals"
 
 
-def test_all_replicas_raise(pool: Pool) -> None:
+def refuse_large_images() -> None:
+    with strategy().scope():
+        model: Any = keras.Sequential(
+            [
+                keras.Input((64, 64, 1)),
+                layers.Conv2D(4, 3, activation="tanh"),
+                layers.GlobalAveragePooling2D(),
+                layers.Dense(1),
+            ]
+        )
+        model.compile(tfkfac.GaussNewton(max_bytes=130_000), "mse")
+    message = "A step of `GaussNewton` in the space of parameters"
+    with pytest.raises(ValueError, match=message):
+        model.fit(np.ones((8, 64, 64, 1)), np.ones((8, 1)), verbose=0)
+
+
+@pytest.mark.parametrize("where", ["mirrored"])
+def test_all_replicas_raise(on_workers: Any, where: str) -> None:
     """All replicas raise in the trace, so that none waits for another."""
-    for message in JOBS.results(pool, "mirrored: large"):
-        assert "A step of `GaussNewton` in the space of parameters" in message
+    on_workers(where, refuse_large_images)

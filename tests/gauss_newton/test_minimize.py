@@ -1,36 +1,77 @@
 """`GaussNewton.minimize` against NumPy."""
 
-import functools
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
 import tfkfac
-from tests.support import workers_gauss
-from tests.support.cluster import Pool
 from tests.support.dtypes import floats
 from tests.support.gauss_newton_reference import Reference, second
-from tests.support.jobs import Jobs
 from tests.support.marks import with_slow
 from tests.support.reference import Array
-from tests.support.weights import assert_same_bits, distance
-from tests.support.workers_gauss import WEIGHTS, Decay
+from tests.support.strategies import copies, strategy
+from tests.support.training import assert_same_bits, distance
 from tfkfac.gauss_newton import support
 from tfkfac.shell.conditions import Conditions
 
-JOBS = Jobs(workers_gauss)
-JOBS.add("mirrored: conditions", "conditions", slow=True)
-JOBS.add("two: seconds", "seconds", slow=True)
+# Weights of the conditions of `Decay`.
+WEIGHTS = {"seen": 3.0, "both": 0.5}
 
 
-@pytest.fixture
-def results(pool: Pool) -> Callable[[str], list[Any]]:
-    return functools.partial(JOBS.results, pool)
+class Decay:
+    """The equation `u' = -rate u` with the unknown rate 2; u is exp(-2 x)."""
+
+    def __init__(self) -> None:
+        keras.utils.set_random_seed(1)
+        hidden, last = layers.Dense(3, "tanh"), layers.Dense(1)
+        self.network = keras.Sequential([keras.Input((1,)), hidden, last])
+        self.rate = keras.Variable(1.0, dtype=keras.config.floatx())
+        self.variables = [*self.network.trainable_variables, self.rate]
+        x = [np.linspace(0, 1, n)[:, None] for n in (12, 3, 5)]
+        self.points = {"slope": x[0], "both": x[1], "seen": x[2]}
+        self.residuals = {
+            "slope": self.slope,
+            "both": lambda x: tf.concat([self.error(x)] * 2, 1),
+            "seen": self.error,
+        }
+
+    def error(self, x: Any) -> Any:
+        return self.network(x) - tf.exp(-2 * x)
+
+    def slope(self, x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            u = self.network(x)[:, 0]
+        return tape.gradient(u, x)[:, 0] + self.rate * u
+
+    def minimize(self, optimizer: tfkfac.GaussNewton, **options: Any) -> Any:
+        return optimizer.minimize(
+            self.residuals,
+            self.variables,
+            self.points,
+            weights=WEIGHTS,
+            **options,
+        )
+
+
+def minimize_decay() -> dict[str, Any]:
+    """Take five steps; replicas cannot divide all points evenly."""
+    with floats("float64"), strategy().scope():
+        problem = Decay()
+        start = [np.array(v) for v in problem.variables]
+        optimizer = tfkfac.GaussNewton(solve="parameters")
+        problem.minimize(optimizer, steps=5)
+        return {
+            "start": start,
+            "weights": [np.array(v) for v in problem.variables],
+            "copies": copies(problem.variables),
+            "last": optimizer.last_step,
+        }
 
 
 class Stacked:
@@ -190,10 +231,11 @@ def test_errors_of_a_second_call() -> None:
 
 
 @pytest.mark.slow
-def test_replicas_share_the_points(results: Any) -> None:
+@pytest.mark.parametrize("where", ["mirrored"])
+def test_replicas_share_the_points(on_workers: Any, where: str) -> None:
     """Two replicas, each with half of the points, equal one process."""
-    (worker,) = results("mirrored: conditions")
-    single = workers_gauss.conditions(None)
+    (worker,) = on_workers(where, minimize_decay)
+    single = minimize_decay()
     assert_same_bits([{"copies": [c]} for c in worker["copies"]])
     travelled = distance(single["weights"], single["start"])
     assert travelled > 0.5
@@ -203,10 +245,15 @@ def test_replicas_share_the_points(results: Any) -> None:
         assert worker["last"][key] == pytest.approx(single["last"][key])
 
 
+def refuse_seconds() -> None:
+    message = "`seconds` must be None with several processes"
+    with strategy().scope(), pytest.raises(ValueError, match=message):
+        Decay().minimize(tfkfac.GaussNewton(), seconds=1)
+
+
 @pytest.mark.slow
-def test_seconds_with_several_processes(results: Any) -> None:
-    for message in results("two: seconds"):
-        assert "`seconds` must be None with several processes" in message
+def test_seconds_with_several_processes(on_workers: Any) -> None:
+    on_workers("two", refuse_seconds)
 
 
 def residual(points: Any) -> Any:

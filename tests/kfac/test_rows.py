@@ -25,7 +25,7 @@ from tests.support.reference import (
     inverse_solve,
 )
 from tests.support.small import gradients_of
-from tests.support.worker_parts import exact_polar_factors
+from tests.support.training import exact_polar_factors
 
 INPUTS, HIDDEN, OUTPUTS = 40, 32, 3
 RATE, DAMPING, CLIP = 0.5, 0.05, 0.01
@@ -144,7 +144,7 @@ def test_spectral_steps() -> None:
     mu, block, every = 0.75, 4, 2
     sizes = [6, 64, 6, 64, 6]
     data = [batch(rows) for rows in sizes]
-    rule = definition.Spectral(mu, block, lambda _: 1.0)
+    rule = definition.Spectral(lambda _: 1.0)
     with floats("float64"), exact_polar_factors(block):
         model = network()
         want = model.get_weights()

@@ -1,5 +1,7 @@
 """Invalid decompositions or factors never reach the weights."""
 
+import contextlib
+import io
 from typing import Any
 
 import keras
@@ -8,10 +10,8 @@ import pytest
 from keras import layers
 
 import tfkfac
-from tests.support import workers_unsound
-from tests.support.cluster import Pool
 from tests.support.harness import assert_close
-from tests.support.jobs import Jobs
+from tests.support.marks import with_slow
 from tests.support.small import (
     CLASSES,
     compiled_mlp,
@@ -23,7 +23,14 @@ from tests.support.small import (
     summary_text,
 )
 from tests.support.summaries import sequential
-from tests.support.weights import assert_same_bits
+from tests.support.training import (
+    Spoil,
+    Training,
+    assert_same_bits,
+    build,
+    describe,
+    fit,
+)
 
 X, Y = data()
 NAN = float("nan")
@@ -194,39 +201,66 @@ def test_growing_damping_is_valid() -> None:
 
 
 # ------------------------------------------------------------ several workers
-RARELY = {"inverse_update_interval": 100, "factor_update_interval": 100}
-SPOILED: dict[str, dict[str, Any]] = {
-    "two: decomposition": {"distribution": "mem_opt"},
-    "two: decomposition, rows": {"model": "wide", "path": "second"},
-    "four: decomposition": {"distribution": "hybrid_opt", "solver": "eigen"},
-    "mirrored: decomposition": {"distribution": "mem_opt"},
-    # A factor has one owner, whatever is done with its decomposition.
-    "two: factor": {"distribution": "dp_kfac", "factor_update_interval": 1},
-    "four: factor": {"distribution": "hybrid_opt", "factor_update_interval": 1},
+def kfac(model: str = "small", **options: Any) -> Training:
+    rarely = {"inverse_update_interval": 100, "factor_update_interval": 100}
+    return Training(model=model, feed="even", options=rarely | options)
+
+
+# Training, and the layer with an invalid decomposition or factor.
+SPOILED = {
+    "two: decomposition": (kfac(distribution="mem_opt"), "hidden"),
+    # A factor has one owner in any mode.
+    "two: factor": (
+        kfac(distribution="dp_kfac", factor_update_interval=1),
+        "hidden",
+    ),
+    "two: decomposition, rows": (kfac("wide"), "second"),
+    "four: decomposition": (
+        kfac(distribution="hybrid_opt", solver="eigen"),
+        "hidden",
+    ),
+    "mirrored: decomposition": (kfac(distribution="mem_opt"), "hidden"),
 }
-JOBS = Jobs(workers_unsound)
-for name_, kwargs_ in SPOILED.items():
-    what_ = "factor" if "factor" in name_ else "decomposition"
-    slow_ = name_ not in ("two: decomposition", "two: factor")
-    JOBS.add(name_, "spoil", what_, slow=slow_, **(RARELY | kwargs_))
 
 
-@pytest.mark.parametrize("name", JOBS.params(SPOILED))
-def test_all_workers_fall_back_together(pool: Pool, name: str) -> None:
+def train_spoiled(case: Training, path: str, spoils_factor: bool) -> Any:
+    def tensors(states: Any) -> list[Any]:
+        kept = [
+            p
+            for state in states
+            for p in state.preconditioners
+            if p.block.path.endswith(path)
+        ]
+        if spoils_factor:
+            lists = [p.factors.averages for p in kept if p.factors]
+        else:
+            lists = [p.decomposition.tensors for p in kept if p.decomposition]
+        return [tensor for tensors in lists for tensor in tensors]
+
+    callback, stderr = Spoil(tensors), io.StringIO()
+    model = build(case)
+    with contextlib.redirect_stderr(stderr):
+        fit(model, case, callback)
+    assert callback.largest_change() < 1
+    return describe(model) | {"stderr": stderr.getvalue()}
+
+
+@pytest.mark.parametrize("name", with_slow(SPOILED, *[*SPOILED][2:]))
+def test_all_workers_fall_back_together(on_workers: Any, name: str) -> None:
     """No worker hangs; weights stay bitwise equal and near.
 
     An invalid decomposition gives the plain gradient. An invalid factor
     restarts on its owner without a plain gradient. Each worker counts the
     faults of its blocks; `fit` prints the largest count on all workers.
     """
-    workers = JOBS.results(pool, name)
+    case, path = SPOILED[name]
+    where, spoils_factor = name.partition(":")[0], "factor" in name
+    workers = on_workers(where, train_spoiled, case, path, spoils_factor)
     assert_same_bits(workers)
-    event = "plain gradients in" if "dec" in name else "factors dropped of"
-    path = SPOILED[name].get("path", "hidden")
+    event = "factors dropped of" if spoils_factor else "plain gradients in"
     for worker in workers:
-        assert worker["iterations"] == workers_unsound.STEPS
-        assert max(worker["moves"]) < 1
+        assert worker["iterations"] == len(case.rows)
         assert all(np.isfinite(w).all() for w in worker["weights"])
         assert worker["events"] in ({f"{event} {path}": 1}, {})
-        assert f"in this fit: {event} {path}: 1\n" in worker["said"]
+        assert f"in this fit: {event} {path}: 1\n" in worker["stderr"]
     assert any(worker["events"] for worker in workers)

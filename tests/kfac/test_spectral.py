@@ -9,12 +9,8 @@ import pytest
 import tensorflow as tf
 
 import tfkfac
+from tests.support.definition import by_definition
 from tests.support.dtypes import floats
-from tests.support.mode_cases import (
-    Result,
-    assert_close,
-    by_definition,
-)
 from tests.support.reference import Array
 from tests.support.small import (
     CLASSES,
@@ -26,12 +22,14 @@ from tests.support.small import (
     mlp,
     summary_text,
 )
-from tests.support.worker_parts import (
+from tests.support.training import (
     DEFAULTS,
     FEEDS,
     INNERS,
     OBJECTS,
     SPECTRAL,
+    Result,
+    assert_close,
     cnn,
     exact_polar_factors,
     images,
@@ -39,7 +37,7 @@ from tests.support.worker_parts import (
 )
 from tfkfac.kfac import spectral
 
-STEPS = shares(FEEDS["even"](), 1)[:6]
+STEPS = shares(FEEDS["even"], 1)[:6]
 
 
 def cross_entropy(**options: Any) -> Any:

@@ -1,88 +1,375 @@
 """Workers with different weights or a different order of data."""
 
+import contextlib
 import itertools
 import pathlib
+import random
+import time
+import warnings
+from collections.abc import Callable
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
-from tests.support import workers_data, workers_unsound
-from tests.support.cluster import Pool, run
-from tests.support.jobs import Jobs
-
-JOBS = Jobs(workers_unsound)
-JOBS.add("two: K-FAC", "flip", "kfac", 3)
-JOBS.add("two: FOSI, epoch", "flip", "fosi", 100, slow=True)
-# Updates until the detection of a bit that changes before update 6.
-UPDATES = {"two: K-FAC": 6, "two: FOSI, epoch": 8}
+import tfkfac
+from tests.support.cluster import run
+from tests.support.marks import with_slow
+from tests.support.strategies import local_ranks
+from tests.support.training import FEEDS, Training, build, fit
+from tfkfac.compat.graphs import replica_copy
+from tfkfac.supervision import comparison
 
 
-@pytest.mark.parametrize("name", JOBS.params(UPDATES))
-def test_one_changed_bit_of_a_weight(pool: Pool, name: str) -> None:
+class Flip(keras.callbacks.Callback):
+    """Changes the last bit of a weight on worker 1 before step 5."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 5 and local_ranks() == [1]:
+            kernel = replica_copy(self.model.get_layer("hidden").kernel.value)
+            kernel.assign(np.nextafter(kernel.numpy(), np.inf))
+
+
+def flip(optimizer: str, interval: int) -> str:
+    """Return the error of a training in which a bit changes."""
+    case = Training(optimizer, feed=FEEDS["even"][:8])
+    model = build(case)
+    previous, comparison.INTERVAL = comparison.INTERVAL, interval
+    try:
+        with pytest.raises(RuntimeError) as error:
+            fit(model, case, Flip())
+    finally:
+        comparison.INTERVAL = previous
+    path = model.get_layer("hidden").kernel.path
+    assert f"these checksums differ: {path}" in str(error.value)
+    return str(error.value)
+
+
+# Interval of the comparison, and updates until the detection.
+RUNS = {"two: KFAC": (3, 6), "two: FOSI": (100, 8)}
+
+
+@pytest.mark.parametrize("name", with_slow(RUNS, "two: FOSI"))
+def test_one_changed_bit_of_a_weight(on_workers: Any, name: str) -> None:
     """All workers raise the same error, which names weight and workers."""
-    (path, first), (_, second) = JOBS.results(pool, name)
+    interval, updates = RUNS[name]
+    optimizer = name.partition(": ")[2]
+    first, second = on_workers("two", flip, optimizer, interval)
     assert first == second
     assert "no longer have the same weights" in first
-    checksums = f"After {UPDATES[name]} updates these checksums differ: {path}"
-    assert checksums in first
+    assert f"After {updates} updates" in first
     assert "on worker 0" in first
     assert "on worker 1" in first
 
 
+def end_before_others(folder: str) -> None:
+    """Wait on worker 1 in a callback until worker 0 has left `fit`."""
+    has_ended = pathlib.Path(folder) / "ended"
+    (rank,) = local_ranks()
+
+    def wait(epoch: int, logs: Any) -> None:
+        deadline = time.monotonic() + 30
+        while rank and not has_ended.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not rank or has_ended.exists()
+
+    case = Training(feed=FEEDS["even"][:2])
+    fit(build(case), case, keras.callbacks.LambdaCallback(on_epoch_end=wait))
+    has_ended.touch()
+
+
 def test_no_worker_waits_for_another_at_the_end_of_fit(
-    tmp_path: pathlib.Path,
+    on_workers: Any, tmp_path: pathlib.Path
 ) -> None:
     """A worker may stop, or fail, in a callback after its last step."""
-    target = f"{workers_unsound.__name__}:end_before_others"
-    assert run(target, "multi", str(tmp_path), workers=2) == [True, True]
+    on_workers("two", end_before_others, str(tmp_path))
 
 
 # ------------------------------------------------------- the order of the data
+BATCH = 16  # rows of all workers together
+EPOCHS = 2
+ROWS = 61  # the last batch is not full
+X = np.arange(ROWS, dtype="float32")[:, None]
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "KFAC": lambda: tfkfac.KFAC(0.01),
+    "Adam": keras.optimizers.Adam,
+}
+# Inputs of each optimizer; other inputs in a slow test.
+CASES = {
+    "KFAC": ("arrays", "dataset", "PyDataset, dictionary"),
+    "Adam": ("arrays, steps", "dataset", "PyDataset"),
+}
+WIDE = {
+    "Adam": (
+        "arrays, dictionary",
+        "arrays, in batches",
+        "dataset, distributed",
+        "PyDataset, threads",
+    )
+}
+Rows = list[list[int]]  # by epoch
+
+
+class Recorder(keras.layers.Layer):
+    """Returns its inputs, and records the rows that they come from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def call(self, x: Any) -> Any:
+        def record(rows: np.ndarray) -> np.float32:
+            self.rows += [int(row) for row in rows[:, 0]]
+            return np.float32(0)
+
+        zero = tf.numpy_function(record, [x], tf.float32)
+        zero.set_shape(())
+        return x / ROWS + zero
+
+
+class Epochs(keras.callbacks.Callback):
+    """Takes the training rows of each epoch from a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self.rows: Rows = []
+        self._in_test = False
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._recorder.rows = []
+        self._in_test = False
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._take()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._take()
+
+    def _take(self) -> None:
+        if not self._in_test:
+            # Keras tracks the lists of a layer.
+            self.rows.append(list(self._recorder.rows))
+        self._in_test = True
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches of the rows, as arrays or dictionaries of them."""
+
+    def __init__(
+        self, as_dictionary: bool = False, order: Any = None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self._as_dictionary = as_dictionary
+        self._rows = X if order is None else X[order]
+
+    def __len__(self) -> int:
+        return -(-ROWS // BATCH)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        x = self._rows[BATCH * index : BATCH * (index + 1)]
+        return ({"inputs": x} if self._as_dictionary else x), x
+
+
+def fit_rows(
+    strategy: Any, data: dict[str, Any], optimizer: str = "Adam"
+) -> Rows:
+    """Train; return the rows that this worker sees, by epoch."""
+    with strategy.scope():
+        recorder = Recorder()
+        input_layer = keras.Input((1,), name="inputs")
+        outputs = keras.layers.Dense(1)(recorder(input_layer))
+        model = keras.Model(input_layer, outputs)
+        model.compile(OPTIMIZERS[optimizer](), "mse")
+    epochs = Epochs(recorder)
+    arguments = {"epochs": EPOCHS, "verbose": 0, "callbacks": [epochs]}
+    model.fit(**(arguments | data))
+    return epochs.rows
+
+
+def inputs(name: str, strategy: Any) -> dict[str, Any]:
+    """Arguments of `fit`."""
+    kind, _, variant = name.partition(", ")
+    if kind == "arrays":
+        arguments: dict[str, Any] = {"x": X, "y": X, "batch_size": BATCH}
+        arguments["validation_data"] = X[:BATCH], X[:BATCH]
+        if variant == "steps":
+            arguments["steps_per_epoch"] = -(-ROWS // BATCH)
+        if variant == "dictionary":
+            arguments["x"] = {"inputs": X}
+        if variant == "in batches":
+            arguments["shuffle"] = "batch"
+        return arguments
+    if kind == "dataset":
+        data = dataset().shuffle(ROWS).batch(BATCH)
+        if variant:
+            data = strategy.experimental_distribute_dataset(data)
+        return {"x": data}
+    threads = 2 if variant == "threads" else 1
+    return {"x": Batches(variant == "dictionary", workers=threads)}
+
+
+def dataset() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((X, X))
+
+
+def see_rows(folder: str, is_wide: bool) -> dict[str, Any]:
+    """Train with many inputs; then with seeds that differ between workers."""
+    strategy = tfkfac.MultiWorkerMirroredStrategy()
+    index = strategy.cluster_resolver.task_id
+    results: dict[str, Any] = {
+        "rows": {
+            f"{name}, {optimizer}": fit_rows(
+                strategy, inputs(name, strategy), optimizer
+            )
+            for optimizer, cases in (WIDE if is_wide else CASES).items()
+            for name in cases
+        },
+        "seeds": seeds_of_layers(),
+        "errors": {},
+        "own rows": {},
+    }
+    if is_wide:
+        return results
+    tf.random.set_seed(index)
+    for optimizer in OPTIMIZERS:
+        for name in ("arrays", "dataset", "dataset, distributed"):
+            results["errors"][f"{name}, {optimizer}"] = error(
+                strategy, inputs(name, strategy), optimizer
+            )
+    workers = strategy.num_replicas_in_sync
+    own = legitimate(pathlib.Path(folder), index, workers)
+    for name, data in own.items():
+        results["own rows"][name] = fit_rows(strategy, data)
+    results["warnings"] = warnings_of_labels(strategy, index)
+    results["overwritten"] = overwritten_rows(strategy)
+    return results
+
+
+def overwritten_rows(strategy: Any) -> list[int]:
+    """Rows of an array that a step on batches of its views changes."""
+    columns = 16  # 64 bytes: TensorFlow copies views that are not aligned so
+    memory = np.zeros((ROWS + 1) * columns, "float32")
+    start = -(memory.ctypes.data // memory.itemsize) % columns
+    array = memory[start : start + ROWS * columns].reshape(ROWS, columns)
+    array += X
+    views = tf.data.Dataset.from_generator(
+        lambda: (array[i : i + BATCH] for i in range(0, ROWS, BATCH)),
+        output_signature=tf.TensorSpec((None, columns)),
+    )
+
+    @tf.function
+    def step(iterator: Any) -> Any:
+        return strategy.run(
+            lambda batch: tf.reduce_sum(batch / ROWS), (next(iterator),)
+        )
+
+    iterator = iter(strategy.experimental_distribute_dataset(views))
+    with contextlib.suppress(tf.errors.OutOfRangeError):
+        while True:
+            step(iterator)
+    return [int(row) for row in np.flatnonzero((array != X).any(axis=1))]
+
+
+def see_rows_under_stock() -> dict[str, Any]:
+    """Trains under TensorFlow's own strategy, without any seed."""
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    arguments = inputs("dataset", strategy)  # made before a seed is set
+    text = error(strategy, arguments, "KFAC")
+    rows = {
+        name: fit_rows(strategy, inputs(name, strategy), "KFAC")
+        for name in ("arrays", "dataset")
+    }
+    return {"error": text, "rows": rows}
+
+
+def seeds_of_layers() -> list[int]:
+    """Seeds that Keras draws, outside of the strategy's scope."""
+    drawn = [keras.random.SeedGenerator().state.numpy()[0] for _ in range(3)]
+    return [*map(int, drawn), random.randrange(10**9)]
+
+
+def error(strategy: Any, data: dict[str, Any], optimizer: str) -> str:
+    try:
+        fit_rows(strategy, data, optimizer)
+    except ValueError as raised:
+        return str(raised)
+    return "none"
+
+
+def legitimate(
+    folder: pathlib.Path, index: int, workers: int
+) -> dict[str, dict[str, Any]]:
+    """Data whose order may differ between workers."""
+    options = tf.data.Options()
+    policy = tf.data.experimental.AutoShardPolicy.OFF
+    options.experimental_distribute.auto_shard_policy = policy
+    part = dataset().shard(workers, index).shuffle(ROWS).batch(BATCH // workers)
+    files = tf.data.Dataset.list_files(f"{folder}/*.txt")
+    lines = files.interleave(tf.data.TextLineDataset).map(
+        lambda line: 2 * (tf.reshape(tf.strings.to_number(line), [1]),)
+    )
+    no_shuffle = {"x": X, "y": X, "batch_size": BATCH, "shuffle": False}
+    return {
+        "sharding off": {"x": part.with_options(options)},
+        "files": {"x": lines.shuffle(ROWS).batch(BATCH)},
+        "no shuffle": no_shuffle,
+    }
+
+
+def warnings_of_labels(strategy: Any, index: int) -> dict[str, list[str]]:
+    """Warnings for a `PyDataset`, by how its rows are ordered."""
+    orders = {
+        "shuffled": np.random.default_rng(index).permutation(ROWS),
+        "in order": np.arange(ROWS),
+    }
+    found = {}
+    for name, order in orders.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit_rows(strategy, {"x": Batches(order=order)})
+        texts = [str(one.message) for one in caught]
+        found[name] = [text for text in texts if "PyDataset" in text]
+    return found
+
+
 def check_rows(results: list[dict[str, Any]]) -> None:
     """Assert that each epoch has every row once, in a new order."""
     for name in results[0]["rows"]:
         by_worker = [result["rows"][name] for result in results]
         epochs = list(zip(*by_worker, strict=True))
-        assert len(epochs) == workers_data.EPOCHS
+        assert len(epochs) == EPOCHS
         for epoch in epochs:
             rows = sorted(itertools.chain(*epoch))
-            assert rows == list(range(workers_data.ROWS)), name
+            assert rows == list(range(ROWS)), name
         assert epochs[0] != epochs[1], name
 
 
 def test_every_row_once_under_the_stock_strategy() -> None:
     """The first `fit` sets a common seed, and rejects earlier datasets."""
-    results = run(
-        f"{workers_data.__name__}:see_rows_under_stock",
-        time_limit=120,
-        workers=2,
-    )
+    results = run(see_rows_under_stock, workers=2)
     check_rows(results)
     for result in results:
         assert "must shuffle their data in the same order" in result["error"]
 
 
 @pytest.mark.parametrize(
-    ("workers", "is_wide"),
-    [
-        (2, False),
-        pytest.param(2, True, marks=pytest.mark.slow),
-        pytest.param(4, False, marks=pytest.mark.slow),
-    ],
+    "is_wide", [False, pytest.param(True, marks=pytest.mark.slow)]
 )
 def test_every_row_once_in_each_epoch(
-    tmp_path: pathlib.Path, workers: int, is_wide: bool
+    tmp_path: pathlib.Path, is_wide: bool
 ) -> None:
     """Without a seed of the user; needs a new cluster, which has no seed."""
-    num_rows = workers_data.ROWS
+    workers = 2
     for i in range(workers):
-        lines = map(str, range(num_rows)[i::workers])
+        lines = map(str, range(ROWS)[i::workers])
         (tmp_path / f"{i}.txt").write_text("\n".join(lines))
-    target = f"{workers_data.__name__}:see_rows"
-    results = run(
-        target, str(tmp_path), is_wide, time_limit=600, workers=workers
-    )
+    results = run(see_rows, str(tmp_path), is_wide, workers=workers)
     check_rows(results)
+    if is_wide:
+        return
     rows = results[0]["rows"]
     assert rows["arrays, KFAC"][0] != rows["arrays, steps, Adam"][0]
     # Keras draws different seeds for the layers of each worker.
@@ -98,12 +385,10 @@ def test_every_row_once_in_each_epoch(
     for name in "files", "no shuffle":
         by_worker = [result["own rows"][name] for result in results]
         for epoch in zip(*by_worker, strict=True):
-            assert sorted(itertools.chain(*epoch)) == list(range(num_rows)), (
-                name
-            )
+            assert sorted(itertools.chain(*epoch)) == list(range(ROWS)), name
     for index, result in enumerate(results):
         for epoch in result["own rows"]["sharding off"]:
-            assert set(epoch) <= set(range(index, num_rows, workers))
+            assert set(epoch) <= set(range(index, ROWS, workers))
         assert len(result["warnings"]["shuffled"]) == 1
         assert not result["warnings"]["in order"]
         assert not result["overwritten"]

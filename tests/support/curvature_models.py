@@ -1,4 +1,4 @@
-"""Small models of every kind, and their Hessians by finite differences."""
+"""Small models with many layers, and Hessians by finite differences."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,24 +12,28 @@ from tests.support.harness import randomize
 from tests.support.reference import Array
 
 ROWS = 7
-# name -> (layers on a symbolic tensor, shape of one example)
+# Function that applies layers to a tensor, and the shape of one example.
 Zoo = dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]]
 
 
 class Penalty(layers.Layer):
-    """Adds a loss that is not quadratic in what passes through."""
+    """Adds a loss that is not quadratic in the inputs."""
 
     def call(self, inputs: Any) -> Any:
         self.add_loss(0.3 * ops.mean(ops.tanh(inputs) ** 2))
         return inputs
 
 
+def one(layer: Any, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+    return lambda h: layer(*args, **kwargs)(h)
+
+
 def dense(activation: Any, **kwargs: Any) -> Callable[[Any], Any]:
-    return lambda h: layers.Dense(4, activation=activation, **kwargs)(h)
+    return one(layers.Dense, 4, activation=activation, **kwargs)
 
 
 def after(first: Any, second: Callable[[], Any]) -> Callable[[Any], Any]:
-    """Two layers; the first one's weights lie before the second."""
+    """Apply two layers; the first has weights."""
     return lambda h: second()(first()(h))
 
 
@@ -52,19 +56,16 @@ ACTIVATIONS: Zoo = {
 }
 SPATIAL: Zoo = {
     "conv_strides": (
-        lambda h: layers.Conv2D(2, 3, strides=2, padding="same")(h),
+        one(layers.Conv2D, 2, 3, strides=2, padding="same"),
         IMAGE,
     ),
-    "conv_groups": (lambda h: layers.Conv2D(4, 2, groups=2)(h), IMAGE),
+    "conv_groups": (one(layers.Conv2D, 4, 2, groups=2), IMAGE),
     "conv1d_causal": (
-        lambda h: layers.Conv1D(2, 2, padding="causal", dilation_rate=2)(h),
+        one(layers.Conv1D, 2, 2, padding="causal", dilation_rate=2),
         SERIES,
     ),
-    "depthwise": (lambda h: layers.DepthwiseConv2D(2)(h), IMAGE),
-    "transposed": (
-        lambda h: layers.Conv2DTranspose(2, 2, strides=2)(h),
-        (3, 2, 2),
-    ),
+    "depthwise": (one(layers.DepthwiseConv2D, 2), IMAGE),
+    "transposed": (one(layers.Conv2DTranspose, 2, 2, strides=2), (3, 2, 2)),
     "max_pooling": (convolved(layers.MaxPooling2D), IMAGE),
 }
 NORMS: Zoo = {
@@ -73,10 +74,7 @@ NORMS: Zoo = {
         convolved(lambda: layers.BatchNormalization(synchronized=True)),
         IMAGE,
     ),
-    "batch_masked": (
-        tokens(layers.BatchNormalization, mask_zero=True),
-        TEXT,
-    ),
+    "batch_masked": (tokens(layers.BatchNormalization, mask_zero=True), TEXT),
     "layer": (projected(layers.LayerNormalization), SERIES),
     "layer_two_axes": (
         projected(lambda: layers.LayerNormalization(axis=(-2, -1))),
@@ -87,13 +85,10 @@ NORMS: Zoo = {
 }
 SEQUENCES: Zoo = {
     "attention": (lambda h: layers.MultiHeadAttention(2, 2)(h, h), SERIES),
-    "lstm": (lambda h: layers.LSTM(2, return_sequences=True)(h), SERIES),
-    "gru": (lambda h: layers.GRU(2)(h), SERIES),
-    "simple_rnn": (lambda h: layers.SimpleRNN(2)(h), SERIES),
-    "masked_rnn": (
-        tokens(lambda: layers.SimpleRNN(2), mask_zero=True),
-        TEXT,
-    ),
+    "lstm": (one(layers.LSTM, 2, return_sequences=True), SERIES),
+    "gru": (one(layers.GRU, 2), SERIES),
+    "simple_rnn": (one(layers.SimpleRNN, 2), SERIES),
+    "masked_rnn": (tokens(lambda: layers.SimpleRNN(2), mask_zero=True), TEXT),
     "projected_rnn": (projected(lambda: layers.SimpleRNN(2)), SERIES),
     "embedding": (tokens(layers.GlobalAveragePooling1D), TEXT),
 }
@@ -113,7 +108,7 @@ ZOO = ACTIVATIONS | SPATIAL | NORMS | SEQUENCES | OTHERS
 
 
 def network(body: Callable[[Any], Any], shape: tuple[int, ...]) -> Any:
-    """Input, the layers, tanh and a dense layer of two units."""
+    """Return a model: the layers, tanh and a dense layer of two units."""
     keras.utils.set_random_seed(0)
     x = keras.Input(shape, dtype="int32" if shape == TEXT else None)
     h = layers.Activation("tanh")(body(x))
@@ -130,7 +125,7 @@ def inputs(shape: tuple[int, ...], seed: int = 1) -> Array:
 
 
 def ready(case: str = "tanh", objective: Any = "mse") -> tuple[Any, Any, Any]:
-    """A compiled model of the zoo, its inputs and targets."""
+    """Return a compiled model of the zoo, its inputs and targets."""
     body, shape = ZOO[case]
     model = network(body, shape)
     model.compile("sgd", objective)
@@ -147,7 +142,7 @@ def weight_count(model: Any) -> int:
 
 
 def split(model: Any, vector: Array) -> list[Array]:
-    """The parts of a flat vector that belong to the variables."""
+    """Split a flat vector into the shapes of the variables."""
     shapes = [tuple(v.shape) for v in model.trainable_variables]
     ends = np.cumsum([np.prod(s, dtype=int) for s in shapes])[:-1]
     parts = np.split(vector, ends)
@@ -159,7 +154,7 @@ def flat(tensors: Any) -> Array:
 
 
 def slope(model: Any, x: Any, y: Any, sample_weight: Any = None) -> Array:
-    """The gradient of the compiled loss, from a tape."""
+    """Return the gradient of the compiled loss from a tape."""
     with tf.GradientTape() as tape:
         outputs = model(x, training=True)
         loss = model.compute_loss(
@@ -173,20 +168,17 @@ def slope(model: Any, x: Any, y: Any, sample_weight: Any = None) -> Array:
 def differences(
     model: Any, function: Callable[[], Array], rows: Array, step: float
 ) -> Array:
-    """Derivatives of a function of the weights along rows, by differences.
-
-    Central ones; no state changes.
-    """
+    """Return central differences of a function of the weights along rows."""
 
     def at(change: Array) -> Array:
         before = [np.array(v) for v in model.variables]
         changes = split(model, change)
         for v, part in zip(model.trainable_variables, changes, strict=True):
             v.assign(np.asarray(v) + part)
-        found = function()
+        result = function()
         for variable, value in zip(model.variables, before, strict=True):
             variable.assign(value)
-        return found
+        return result
 
     return np.stack([(at(step * d) - at(-step * d)) / (2 * step) for d in rows])
 
@@ -194,5 +186,5 @@ def differences(
 def difference_products(
     model: Any, columns: Array, *batch: Any, step: float = 1e-5
 ) -> Array:
-    """The Hessian times columns."""
+    """Return the Hessian times columns."""
     return differences(model, lambda: slope(model, *batch), columns.T, step).T

@@ -1,12 +1,12 @@
 """K-FAC on several workers by its definition, in float64 NumPy.
 
-One process that knows the rows of every worker. Gradients are those of the
-global batch; the factors of a layer come from the rows that the mode says.
-The network is `worker_parts.cnn`.
+A single process has the rows of all workers. Gradients are those of the
+global batch. The factors of a layer come from all rows, or in DP-KFAC from the
+rows of the layer's owner. The model is `training.cnn`.
 """
 
-import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from tests.support.reference import (
     Array,
     RunningAverage,
+    adam,
     append_one,
     clip_factor,
     cross_entropy,
@@ -23,46 +24,57 @@ from tests.support.reference import (
     gradient,
     inverse_solve,
     patches,
+    sgd,
+)
+from tests.support.training import (
+    ADAM_RATE,
+    BETAS,
+    BLOCK,
+    CLIP,
+    DAMPING,
+    DECAY,
+    MOMENTUM,
+    RATE,
+    SPECTRAL_MOMENTUM,
+    Steps,
+    images,
+    warm_up,
 )
 
-SOLVES = {
-    "eigen": eigen_solve,
-    # Other messages, the same steps.
-    "eigen_outer": eigen_solve,
-    "inverse": inverse_solve,
-}
-Rows = Sequence[int]
-Inner = Callable[[int, Array], Array]
+SOLVES = {"eigen": eigen_solve, "inverse": inverse_solve}
+LAYERS = "conv", "hidden", "logits"
 Rate = Callable[[int], float]
 
 
 class Spectral:
-    """Spectral steps, the polar factors by singular values.
+    """Spectral steps with polar factors from singular values.
 
-    The `shape` is the learning rate over the largest one, by iteration.
+    Attributes:
+        shape: Function from the iteration to the learning rate over its
+            largest value.
     """
 
-    def __init__(self, momentum: float, block: int, shape: Rate) -> None:
-        self.momentum, self.block, self.shape = momentum, block, shape
+    def __init__(self, shape: Rate) -> None:
+        self.shape = shape
         self._before: dict[int, Array] = {}
 
     def add(self, layer: int, W: Array) -> Array:
-        """Nesterov's momentum N."""
-        M = self.momentum * self._before.get(layer, 0.0) + W
+        """Return Nesterov's momentum N."""
+        M = SPECTRAL_MOMENTUM * self._before.get(layer, 0.0) + W
         self._before[layer] = M
-        return np.asarray(W + self.momentum * M)
+        return np.asarray(W + SPECTRAL_MOMENTUM * M)
 
     def polar(self, P: Array) -> Array:
-        """The polar factor D of each block of columns; what is 0 stays 0."""
+        """Return the polar factor D of each block of columns; 0 stays 0."""
         columns = P.shape[1]
-        widths = range(min(self.block, columns), 0, -1)
+        widths = range(min(BLOCK, columns), 0, -1)
         width = next(k for k in widths if columns % k == 0)
-        parts = []
+        blocks = []
         for start in range(0, columns, width):
             block = P[:, start : start + width]
             u, s, vt = np.linalg.svd(block, full_matrices=False)
-            parts.append((u * (s > 1e-9 * s.max())) @ vt)
-        return np.concatenate(parts, axis=1)
+            blocks.append((u * (s > 1e-9 * s.max())) @ vt)
+        return np.concatenate(blocks, axis=1)
 
     def changes(
         self,
@@ -71,112 +83,120 @@ class Spectral:
         loss: float,
         iteration: int,
     ) -> dict[int, Array]:
-        """What is added to the weights, of N and P by layer."""
+        """Return the changes of the weights from N and P by layer."""
         D = {layer: self.polar(P) for layer, (_, P) in pairs.items()}
         gain = sum(np.sum(D[k] * N) for k, (N, _) in pairs.items())
         natural = sum(np.sum(P * N) for N, P in pairs.values())
-        # Lower bounds of the Fisher length of all D together.
+        # Lower bounds of the Fisher length of all D.
         size = sum(np.sum(d**2) for d in D.values())
         length = max(gain / math.sqrt(natural), math.sqrt(damping * size))
         kappa = max(0.07, math.sqrt(0.005 * loss)) * self.shape(iteration)
         return {layer: -kappa / length * d for layer, d in D.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Arguments of `KFAC`, the inner optimizer, and who observes a layer.
-
-    `owners` has the worker whose rows give a layer its factors; None stands
-    for the rows of all workers. `left` has the optimizer of layers without a
-    block.
-    """
-
-    solver: str
-    weight_sharing: str
-    damping: float
-    kl_clip: float | None
-    factor_decay: float
-    factor_update_interval: int
-    inverse_update_interval: int
-    learning_rate: float
-    inner: Inner
-    owners: Sequence[int] | None = None
-    spectral: Spectral | None = None
-    left: Mapping[int, Inner] = dataclasses.field(default_factory=dict)
-
-
-def train(
+def by_definition(
     start: Sequence[Array],
-    data: tuple[Array, Array],
-    steps: Sequence[Sequence[Rows]],
-    settings: Settings,
+    steps: Steps,
+    owners: Sequence[int] | None = None,
+    *,
+    inner: str = "sgd",
+    solver: str = "inverse",
+    weight_sharing: str = "expand",
+    step: str = "natural",
+    damping: float = DAMPING,
+    kl_clip: float | None = CLIP,
+    factor_update_interval: int = 2,
+    inverse_update_interval: int = 4,
+    skip_layers: Sequence[str] = (),
+    rest_optimizer: str | None = None,
+    **unused: object,
 ) -> list[Array]:
-    """The weights after some steps, each the rows of every worker."""
-    x, y = data
+    """Return the weights after some steps of `training.cnn`.
+
+    Args:
+        start: Initial weights.
+        steps: Rows of each worker by step.
+        owners: Worker whose rows give a layer its factors; None for the rows
+            of all workers.
+        inner: "adam", "warm-up" or another name, for SGD.
+        rest_optimizer: "warm-up", or None for Keras' Adam.
+        **unused: Options that do not change the steps.
+    """
+    x, y = images()
+    # A schedule of one optimizer applies to the other, too.
+    scheduled = "warm-up" in (inner, rest_optimizer)
+    shape: Rate = (lambda n: float(warm_up(n))) if scheduled else lambda n: 1.0
+    rule, rate = sgd(RATE, MOMENTUM), RATE
+    if inner == "adam":
+        rule, rate = adam(ADAM_RATE, betas=BETAS), ADAM_RATE
+    rest = adam(lambda n: float(np.float32(1e-3)) * shape(n), 0, (0.9, 0.999))
+    if rest_optimizer is not None:
+        rest = adam(lambda n: ADAM_RATE * shape(n), betas=BETAS)
+    spectral = Spectral(shape) if step == "spectral" else None
     kernels, biases = start[::2], start[1::2]
     weights = [
-        np.concatenate([kernel.reshape(-1, len(bias)), bias[None]])
+        np.concatenate([kernel.reshape(-1, len(bias)), bias[None]], dtype=float)
         for kernel, bias in zip(kernels, biases, strict=True)
     ]
-    decay = settings.factor_decay
-    averages = [[RunningAverage(decay) for _ in "AG"] for _ in weights]
+    slots: dict[int, dict[str, Array]] = defaultdict(dict)
+    averages = [[RunningAverage(DECAY) for _ in "AG"] for _ in weights]
     current: list[list[Array]] = [[] for _ in weights]
     used = list(current)
     for iteration, by_worker in enumerate(steps):
         everyone = [row for rows in by_worker for row in rows]
         records = backward(weights, x[everyone], y[everyone])
-        plain = [gradient(a, g) for a, g in records]
-        own = [k for k in range(len(weights)) if k not in settings.left]
-        spectral = settings.spectral
-        given = {k: plain[k] for k in own}
+        plain = {k: gradient(a, g) for k, (a, g) in enumerate(records)}
+        covered = [
+            k for k, name in enumerate(LAYERS) if name not in skip_layers
+        ]
+        given = {k: plain[k] for k in covered}
         if spectral is not None:
             given = {k: spectral.add(k, W) for k, W in given.items()}
         new = dict(given)
-        for layer in own:
-            rows = everyone
-            if settings.owners is not None:
-                rows = list(by_worker[settings.owners[layer]])
-            # What there is none of yet is due at once; without any rows of
-            # its owner so far, a layer has the identity for its curvature.
-            due = iteration % settings.factor_update_interval == 0
-            if rows and (due or not current[layer]):
+        for layer in covered:
+            rows = everyone if owners is None else by_worker[owners[layer]]
+            # The first factors and inverses are computed at once. Without any
+            # rows of its owner so far, the curvature of a layer is I.
+            update_due = iteration % factor_update_interval == 0
+            if rows and (update_due or not current[layer]):
                 a, g = backward(weights, x[rows], y[rows])[layer]
-                batch = factors(a, g, settings.weight_sharing)
+                batch = factors(a, g, weight_sharing)
                 pairs = zip(averages[layer], batch, strict=True)
                 current[layer] = [old.update(value) for old, value in pairs]
-            due = iteration % settings.inverse_update_interval == 0
-            if due or not used[layer]:
+            if iteration % inverse_update_interval == 0 or not used[layer]:
                 used[layer] = current[layer]
             if used[layer]:
-                solve = SOLVES[settings.solver]
-                new[layer] = solve(given[layer], *used[layer], settings.damping)
+                new[layer] = SOLVES[solver](given[layer], *used[layer], damping)
         if spectral is not None:
             logits = records[-1][0][:, 0] @ weights[-1]
+            both = {k: (given[k], new[k]) for k in covered}
             loss = cross_entropy(logits, y[everyone])
-            both = {k: (given[k], new[k]) for k in own}
-            changes = spectral.changes(both, settings.damping, loss, iteration)
+            changes = spectral.changes(both, damping, loss, iteration)
         else:
             nu = clip_factor(
-                [(new[k], given[k]) for k in own],
-                settings.learning_rate,
-                settings.kl_clip,
+                [(new[k], given[k]) for k in covered], rate, kl_clip
             )
-            changes = {k: settings.inner(k, nu * new[k]) for k in own}
-        for layer, inner in settings.left.items():
-            changes[layer] = inner(layer, plain[layer])
+            changes = {
+                k: rule(nu * new[k], weights[k], slots[k], iteration + 1)
+                for k in covered
+            }
+        for layer in plain.keys() - given.keys():
+            changes[layer] = rest(
+                plain[layer], weights[layer], slots[layer], iteration + 1
+            )
         for layer, change in changes.items():
             weights[layer] += change
     return [
-        part
+        array
         for matrix, kernel in zip(weights, kernels, strict=True)
-        for part in (matrix[:-1].reshape(kernel.shape), matrix[-1])
+        for array in (matrix[:-1].reshape(kernel.shape), matrix[-1])
     ]
 
 
 def backward(
     weights: Sequence[Array], x: Array, y: Array
 ) -> list[tuple[Array, Array]]:
-    """Each layer's inputs and gradients, `(batch, shared, features)`."""
+    """Return each layer's inputs and gradients, `(batch, shared, features)`."""
     conv, hidden, logits = weights
     p = patches(x, (3, 3), (1, 1), (1, 1), "valid")
     a0 = append_one(p.reshape(*p.shape[:2], -1))
@@ -188,35 +208,3 @@ def backward(
     g1 = (g2 @ logits[:-1].T) * (1 - h1**2)
     g0 = (g1 @ hidden[:-1].T).reshape(h0.shape) * (1 - h0**2)
     return [(a0, g0), (a1[:, None], g1[:, None]), (a2[:, None], g2[:, None])]
-
-
-def sgd(rate: float, momentum: float) -> Inner:
-    """Keras' SGD: what it adds to a layer's weights for a gradient."""
-    velocity: dict[int, Array] = {}
-
-    def delta(layer: int, g: Array) -> Array:
-        velocity[layer] = momentum * velocity.get(layer, 0.0) - rate * g
-        return velocity[layer]
-
-    return delta
-
-
-def adam(rate: float | Rate, beta_1: float, beta_2: float) -> Inner:
-    """Keras' Adam: the same, at a rate that may be one of the iteration."""
-    state: dict[int, tuple[int, Array, Array]] = {}
-
-    def delta(layer: int, g: Array) -> Array:
-        t, m, v = state.get(layer, (0, np.zeros_like(g), np.zeros_like(g)))
-        t, m, v = (
-            t + 1,
-            m + (1 - beta_1) * (g - m),
-            v + (1 - beta_2) * (g**2 - v),
-        )
-        state[layer] = t, m, v
-        now = rate(t - 1) if callable(rate) else rate
-        # Keras has the bases of powers in single precision.
-        b1, b2 = float(np.float32(beta_1)), float(np.float32(beta_2))
-        alpha = now * np.sqrt(1 - b2**t) / (1 - b1**t)
-        return -alpha * m / (np.sqrt(v) + 1e-7)
-
-    return delta

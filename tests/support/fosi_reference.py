@@ -1,12 +1,11 @@
 """Float64 NumPy reference of FOSI, on a network differentiated by hand.
 
 The network has one hidden tanh layer and softmax cross-entropy on top. Its
-weights are flat, in Keras' order. Nothing here knows about TensorFlow, but for
-the models at the end.
+weights are flat, in Keras' order. Only the models at the end use TensorFlow.
 """
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from typing import Any
 
 import keras
@@ -14,7 +13,7 @@ import numpy as np
 from keras import layers
 
 import tfkfac
-from tests.support.reference import Array
+from tests.support.reference import BETAS, Array, Rule, adam, sgd  # noqa: F401
 
 FEATURES, HIDDEN, CLASSES, ROWS = 2, 2, 2, 12
 SIZE = FEATURES * HIDDEN + HIDDEN + HIDDEN * CLASSES + CLASSES
@@ -69,7 +68,7 @@ class Network:
         return self.forward(w)[2].argmax(1) == self.y
 
     def hessian(self, w: Array) -> Array:
-        """By complex steps: exact to rounding."""
+        """Return the Hessian by complex steps, exact up to rounding."""
         step = 1e-30
         columns = [
             self.gradient(w + 1j * step * unit).imag / step
@@ -78,48 +77,15 @@ class Network:
         return np.stack(columns, axis=1)
 
 
-# ---------------------------------------------------- inner optimizers
-# (gradient, weights, slots, step from 1 on) -> change of the weights
-Rule = Callable[[Array, Array, dict[str, Array], int], Array]
-
-
-def sgd(rate: float, momentum: float = 0.0, nesterov: bool = False) -> Rule:
-    def rule(g: Array, w: Array, slots: dict[str, Array], t: int) -> Array:
-        v = momentum * slots.get("v", np.zeros_like(g)) - rate * g
-        slots["v"] = v
-        return momentum * v - rate * g if nesterov else v
-
-    return rule
-
-
-# Keras keeps some powers of these in float32, which must not round them.
-BETAS = {"beta_1": 0.875, "beta_2": 0.96875}
-
-
-def adam(
-    rate: float, decay: float = 0.0, betas: Iterable[float] = BETAS.values()
-) -> Rule:
-    first, second = betas
-
-    def rule(g: Array, w: Array, slots: dict[str, Array], t: int) -> Array:
-        m = first * slots.get("m", np.zeros_like(g)) + (1 - first) * g
-        v = second * slots.get("v", np.zeros_like(g)) + (1 - second) * g**2
-        slots |= {"m": m, "v": v}
-        scale = np.sqrt(1 - second**t) / (1 - first**t)
-        return -rate * (decay * w + scale * m / (np.sqrt(v) + 1e-7))
-
-    return rule
-
-
 # ----------------------------------------------------------------- FOSI
 @dataclasses.dataclass
 class Fosi:
-    """FOSI with exact Hessians. Functions of an update say what holds then.
+    """FOSI with exact Hessians; `alpha` and `interval` depend on the update.
 
-    With `iterations`, accelerators estimate beside the steps: so many Lanczos
-    iterations are spread over an interval, and their directions are in use
-    from its end on (MR-DHO2). The published end of an interval is equation 17:
-    `is_paper`. The gradients of steps in `skipped` are not finite.
+    With `iterations`, accelerators estimate during the steps (MR-DHO2): the
+    Lanczos iterations are spread over an interval, and their directions are
+    used from its end on. With `is_paper`, an interval ends with equation 17.
+    The gradients of steps in `skipped` are not finite.
     """
 
     inner: Rule
@@ -134,7 +100,7 @@ class Fosi:
     iterations: int = 0
     is_paper: bool = False
     skipped: Container[int] = ()
-    number: int = 0  # of the step that is made
+    number: int = 0  # of the current step
     scales: list[float] = dataclasses.field(default_factory=list)
     estimated: list[int] = dataclasses.field(default_factory=list)
     values: Array | None = None
@@ -147,9 +113,9 @@ class Fosi:
         w: Array,
         steps: int,
     ) -> Array:
-        """Returns the weights at first and after each step.
+        """Return the weights before and after each step.
 
-        A Hessian is None where there is none to be known.
+        `hessian` returns None for a step without rows.
         """
         slots: dict[str, Array] = {}
         V, c = np.zeros((len(w), 0)), np.zeros(0)
@@ -195,7 +161,7 @@ class Fosi:
     def _split(
         self, g: Array, V: Array, c: Array, w: Array, slots: Any, t: int
     ) -> tuple[Array, Array]:
-        """The change of the weights, and the momentum of its Newton part."""
+        """Return the change of the weights, and the momentum of `V^T g`."""
         inside = V.T @ g
         d = self.inner(g - V @ inside, w, slots, t + 1)
         if self.values is None:
@@ -205,7 +171,7 @@ class Fosi:
         return d - self.alpha(t) * V @ (c / np.abs(self.values)), c
 
     def _bounded(self, inside: Array, sizes: Array) -> Array:
-        """Less of an outlier, ten times as long as the steps before."""
+        """Clip an outlier at 10 times the RMS length of the Newton steps."""
         square, share = np.sum((inside / sizes) ** 2), 1.0
         if self.square == 0:
             self.square = square
@@ -217,9 +183,9 @@ class Fosi:
     def _replace(
         self, hessian: Array | None, V: Array, c: Array
     ) -> tuple[Array, Array]:
-        """Both ends of the spectrum, and the momentum in their directions.
+        """Return directions of both ends of the spectrum, and their momentum.
 
-        Columns of weak ones are zero.
+        Columns of small eigenvalues are zero.
         """
         if hessian is None:
             return V, c
@@ -243,7 +209,7 @@ class Fosi:
 
 # --------------------------------------------------------------- models
 def data(rows: int = ROWS, seed: int = 4) -> tuple[Array, Array]:
-    """Inputs and labels that cannot be told apart without error."""
+    """Return inputs and labels that are not separable."""
     rng = np.random.default_rng(seed)
     x = 1.5 * rng.normal(size=(rows, FEATURES))
     y = np.argmax(x[:, :CLASSES] + rng.normal(size=(rows, CLASSES)), axis=1)
@@ -258,7 +224,7 @@ def loss() -> Any:
 def mlp(
     kind: Any = keras.Sequential, hidden: int = HIDDEN, **kwargs: Any
 ) -> Any:
-    """The network as a Keras model; always the same weights."""
+    """Return the network as a Keras model, always with the same weights."""
     rng = np.random.default_rng(10)
     model = kind(
         [
@@ -274,31 +240,30 @@ def mlp(
 
 
 def fosi(inner: Any, **options: Any) -> Any:
-    """The optimizer with the sizes of `Fosi`, and exact directions."""
-    own = {
+    """Return the optimizer with the defaults of `Fosi`, exact directions."""
+    defaults = {
         "num_largest": 3,
         "alpha": 0.5,
         "update_interval": 3,
         "warmup_steps": 2,
         "lanczos_steps": SIZE,
     }
-    return tfkfac.FOSI(inner, **{**own, **options})
+    return tfkfac.FOSI(inner, **{**defaults, **options})
 
 
 def small(inner: Any = None, **options: Any) -> Any:
-    """The optimizer with few Lanczos steps, for tests of behaviour."""
-    own = {"num_largest": 2, "lanczos_steps": 4, "warmup_steps": 1}
+    """Return the optimizer with few Lanczos steps."""
+    sizes = {"num_largest": 2, "lanczos_steps": 4, "warmup_steps": 1}
     inner = keras.optimizers.SGD(0.1, 0.9) if inner is None else inner
-    return fosi(inner, **{**own, "update_interval": 2, **options})
+    return fosi(inner, **{**sizes, "update_interval": 2, **options})
 
 
 def flat(model: Any) -> Array:
-    parts = [np.ravel(np.array(v)) for v in model.trainable_variables]
-    return np.concatenate(parts)
+    return np.concatenate([np.ravel(v) for v in model.trainable_variables])
 
 
 class Record(keras.callbacks.Callback):
-    """Notes the weights at first and after each batch."""
+    """Records the weights before and after each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +279,7 @@ class Record(keras.callbacks.Callback):
 def fit(
     model: Any, x: Any, y: Any, epochs: int, batch: int = ROWS, **kw: Any
 ) -> Array:
-    """Trains on batches in order; the weights at first and after each."""
+    """Train on batches in order; return the weights before and after each."""
     record = Record()
     model.fit(
         x,
@@ -330,7 +295,7 @@ def fit(
 
 
 def assert_path(got: Array, want: Array, rtol: float) -> None:
-    """Close after every step, relative to the distance travelled."""
+    """Compare after every step, relative to the distance from the start."""
     assert got.shape == want.shape
     assert np.isfinite(got).all()
     for t in range(1, len(want)):
@@ -346,7 +311,7 @@ def assert_follows(
     rtol: float = 1e-6,
     weight: Array | None = None,
 ) -> Any:
-    """Trains a model on all rows in each step, as a program; returns it."""
+    """Train a model on all rows, compare with a program, return the model."""
     (x, y), model = data(), mlp()
     model.compile(optimizer, loss())
     rows, start = Network(x, y, weight=weight), flat(model).astype("float64")

@@ -1,7 +1,4 @@
-"""Levenberg-Marquardt steps with momentum in plain NumPy, float64.
-
-Written from the formulas: nothing here is of `tfkfac.gauss_newton`.
-"""
+"""Levenberg-Marquardt steps with momentum in float64 NumPy."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,22 +9,22 @@ import tensorflow as tf
 
 from tests.support.reference import Array
 
-# The loss of flat weights; and rows and residuals there, the loss being half
-# the sum of the squares of these, up to a constant.
+# Loss of flat weights; rows J and residuals r there. Up to a constant, the
+# loss is `|r|^2 / 2`.
 Loss = Callable[[Array], float]
 Rows = Callable[[Array], tuple[Array, Array]]
-# Of weights and a direction, J^T W y'': what the outputs' second derivatives
-# along it pull at the weights.
+# Function of weights and a direction: `J^T W y''` with the second derivative
+# y'' of the outputs along the direction.
 Pull = Callable[[Array, Array], Array]
 
 
 @dataclasses.dataclass
 class Reference:
-    """What the optimizer should do, step by step.
+    """Steps of the optimizer, one at a time.
 
-    The ridge is the Hessian of a penalty `1/2 sum ridge_i w_i^2`. With a pull
-    steps are bent (Transtrum & Sethna 2012, eq. 9 and 15): half the geodesic
-    acceleration a is added to the velocity v where 2 |a| / 2 <= 0.75 |v|.
+    The ridge is the Hessian of a penalty `1/2 sum ridge_i w_i^2`. With a pull,
+    half the geodesic acceleration a is added to the velocity v if
+    `|a| <= 0.75 |v|` (Transtrum & Sethna 2012, eq. 9 and 15).
     """
 
     loss: Loss
@@ -61,7 +58,7 @@ class Reference:
             start = self.momentum * self.previous * (index == 0)
             used = self.damping
             shift = used * scale
-            # The least of the model plus shift/2 |d - start|^2.
+            # Minimum of the model plus shift/2 |d - start|^2.
             change = np.linalg.solve(
                 matrix + shift * np.eye(len(matrix)), shift * start - gradient
             )
@@ -110,7 +107,7 @@ def get_flat(model: Any) -> Array:
 
 
 def loss_of(model: Any, x: Any, y: Any, **kwargs: Any) -> Loss:
-    """The compiled loss of a model at flat weights, in float64."""
+    """Return the compiled loss of a model as a function of flat weights."""
 
     def loss(weights: Array) -> float:
         set_flat(model, weights)
@@ -123,7 +120,7 @@ def loss_of(model: Any, x: Any, y: Any, **kwargs: Any) -> Loss:
 def outputs_and_jacobians(
     model: Any, x: Any, weights: Array
 ) -> list[tuple[Array, Array]]:
-    """For each output its value, and the derivatives by all weights."""
+    """Return the value and Jacobian of each output."""
     set_flat(model, weights)
     variables = [v.value for v in model.trainable_variables]
     with tf.GradientTape(persistent=True) as tape:
@@ -149,21 +146,15 @@ def outputs_and_jacobians(
 
 
 def squares(model: Any, x: Any, y: Any, weights: Any = None) -> Rows:
-    """Rows and residuals of Keras' mean squared error of one output.
-
-    The mean of `w_t mean((z - y)^2)` over the terms t.
-    """
+    """Return rows and residuals of a mean of `w_t mean((z - y)^2)`."""
 
     def rows(point: Array) -> tuple[Array, Array]:
         ((output, jacobian),) = outputs_and_jacobians(model, x, point)
         size = jacobian.shape[-1]
         scale = np.full(output.shape, 2 / output.size)
         if weights is not None:
-            own = np.reshape(
-                weights,
-                [*np.shape(weights)] + [1] * (output.ndim - np.ndim(weights)),
-            )
-            scale = scale * own
+            ones = [1] * (output.ndim - np.ndim(weights))
+            scale = scale * np.reshape(weights, [*np.shape(weights), *ones])
         root = np.sqrt(scale)
         errors = output - np.reshape(y, output.shape)
         return (
@@ -177,22 +168,22 @@ def squares(model: Any, x: Any, y: Any, weights: Any = None) -> Rows:
 def second(
     function: Callable[[Array], Array], point: Array, direction: Array
 ) -> Array:
-    """The second derivative along a direction, over a tenth of it."""
+    """Return the second derivative by central differences of step 0.1."""
     there, back = (function(point + s * direction) for s in (0.1, -0.1))
     return (there - 2 * function(point) + back) / 0.01
 
 
 def squares_pull(model: Any, x: Any) -> Pull:
-    """That of a mean squared error of one output."""
+    """Return the pull of a mean squared error of one output."""
 
     def output(point: Array) -> Array:
         set_flat(model, point)
         return np.array(model(x, training=True), float)
 
     def pull(point: Array, direction: Array) -> Array:
-        turn = second(output, point, direction)
+        derivative = second(output, point, direction)
         ((_, jacobian),) = outputs_and_jacobians(model, x, point)
         rows = jacobian.reshape(-1, jacobian.shape[-1])
-        return rows.T @ turn.ravel() * 2 / turn.size
+        return rows.T @ derivative.ravel() * 2 / derivative.size
 
     return pull

@@ -3,12 +3,12 @@
 Conventions: `a` (batch, shared, d_in) are layer inputs with the bias's 1
 already appended last, `g` (batch, shared, d_out) are the gradients of the
 per-example losses l_n at the pre-activation, the loss is L = mean_n l_n and
-gradients are (d_in, d_out) matrices. Nothing here knows about TensorFlow.
+gradients are (d_in, d_out) matrices.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 # ------------------------------------------------------------------ rows
 def append_one(a: Array) -> Array:
-    """Appends the bias's input, a 1, as the last feature."""
+    """Append the input of the bias, 1, as the last feature."""
     return np.concatenate([a, np.ones((*a.shape[:-1], 1))], axis=-1)
 
 
@@ -30,10 +30,10 @@ def patches(
     dilation: Sequence[int],
     padding: str,
 ) -> Array:
-    """Patches of a channels-last input, (batch, shared, prod(k), c_in).
+    """Return patches of channels-last inputs, (batch, shared, prod(k), c_in).
 
-    `same` puts the odd zero of an uneven padding at the end, `causal` puts
-    all of them at the beginning.
+    With "same", the last zero of an odd padding is at the end; with "causal",
+    all zeros are at the beginning.
     """
     pads, starts, out = [(0, 0)], [], []
     for n, k, s, d in zip(
@@ -71,11 +71,14 @@ def factors(
     keep: Array | None = None,
     terms: float | None = None,
 ) -> tuple[Array, Array]:
-    """A and G of one batch; `keep` (batch, shared) marks rows with a loss.
+    """Return A and G of one batch.
 
-    Rows that are not kept are missing from A's sum and count. `g` is the
-    gradient of a term's own loss. G is divided by the number of terms, as the
-    loss is: one for each example if nothing else is given.
+    Args:
+        a: Inputs.
+        g: Gradients of the losses of terms.
+        weight_sharing: "expand", "reduce" or another name, for the mean of g.
+        keep: True for rows with a loss, (batch, shared); only these count in A.
+        terms: Number of terms of the loss, by default of examples.
     """
     batch, shared = a.shape[:2]
     terms = batch if terms is None else terms
@@ -94,7 +97,7 @@ def factors(
 
 
 def gradient(a: Array, g: Array) -> Array:
-    """Gradient of the mean loss as a (d_in, d_out) matrix."""
+    """Return the gradient of the mean loss as a (d_in, d_out) matrix."""
     return np.einsum("nsi,nso->io", a, g) / len(a)
 
 
@@ -113,13 +116,13 @@ class RunningAverage:
 
 # ---------------------------------------------------------------- solves
 def dense_solve(W: Array, A: Array, G: Array, damping: float) -> Array:
-    """(A (x) G + damping I)^-1 vec(W), with the matrix written out."""
+    """Return `(A (x) G + damping I)^-1 vec(W)` from the dense matrix."""
     curvature = np.kron(A, G) + damping * np.eye(W.size)
     return np.asarray(np.linalg.solve(curvature, W.ravel()).reshape(W.shape))
 
 
 def eigen_solve(W: Array, A: Array, G: Array, damping: float) -> Array:
-    """The same through the eigendecompositions of A and G."""
+    """Return the result of `dense_solve` from eigendecompositions."""
     va, qa = np.linalg.eigh(A)
     vg, qg = np.linalg.eigh(G)
     d = np.outer(np.maximum(va, 0), np.maximum(vg, 0)) + damping
@@ -127,7 +130,7 @@ def eigen_solve(W: Array, A: Array, G: Array, damping: float) -> Array:
 
 
 def inverse_solve(W: Array, A: Array, G: Array, damping: float) -> Array:
-    """Factored damping, split by pi between the two factors."""
+    """Solve with factored damping, split by pi between the factors."""
     pi = math.sqrt((np.trace(A) / len(A)) / (np.trace(G) / len(G)))
     root = math.sqrt(damping)
     left = np.linalg.solve(A + pi * root * np.eye(len(A)), W)
@@ -142,11 +145,48 @@ def clip_factor(
     learning_rate: float,
     kl_clip: float | None,
 ) -> float:
-    """nu for the (P, W) pairs of all preconditioned layers."""
+    """Return nu for the (P, W) pairs of all preconditioned layers."""
     dot = abs(sum(float(np.sum(p * w)) for p, w in pairs))
     if kl_clip is None or dot == 0.0:
         return 1.0
     return min(1.0, math.sqrt(kl_clip / (learning_rate**2 * dot)))
+
+
+# ------------------------------------------------------ inner optimizers
+# Function of gradient, weights, slots and step, which counts from 1. Returns
+# the change of the weights.
+Rule = Callable[[Array, Array, dict[str, Array], int], Array]
+# Exact in float32, in which Keras computes some powers.
+BETAS = {"beta_1": 0.875, "beta_2": 0.96875}
+
+
+def sgd(rate: float, momentum: float = 0.0, nesterov: bool = False) -> Rule:
+    def rule(g: Array, w: Array, slots: dict[str, Array], t: int) -> Array:
+        v = momentum * slots.get("v", np.zeros_like(g)) - rate * g
+        slots["v"] = v
+        return momentum * v - rate * g if nesterov else v
+
+    return rule
+
+
+def adam(
+    rate: float | Callable[[int], float],
+    decay: float = 0.0,
+    betas: Iterable[float] = BETAS.values(),
+) -> Rule:
+    """Adam; a function for the rate gets the iteration, which starts at 0."""
+    first, second = betas
+    power_1, power_2 = map(float, np.float32([first, second]))  # as in Keras
+
+    def rule(g: Array, w: Array, slots: dict[str, Array], t: int) -> Array:
+        m = first * slots.get("m", np.zeros_like(g)) + (1 - first) * g
+        v = second * slots.get("v", np.zeros_like(g)) + (1 - second) * g**2
+        slots |= {"m": m, "v": v}
+        scale = np.sqrt(1 - power_2**t) / (1 - power_1**t)
+        current = rate(t - 1) if callable(rate) else rate
+        return -current * (decay * w + scale * m / (np.sqrt(v) + 1e-7))
+
+    return rule
 
 
 # ---------------------------------------------------------------- losses
@@ -156,11 +196,11 @@ def softmax(logits: Array) -> Array:
 
 
 def cross_entropy_gradient(logits: Array, labels: Array) -> Array:
-    """d l_n / d logits of the softmax cross-entropy, integer labels."""
+    """Return d l_n / d logits of the softmax cross-entropy."""
     return softmax(logits) - np.eye(logits.shape[-1])[labels]
 
 
 def cross_entropy(logits: Array, labels: Array) -> float:
-    """Mean softmax cross-entropy, integer labels."""
+    """Return the mean softmax cross-entropy of integer labels."""
     rows = range(len(logits))
     return float(-np.log(softmax(logits)[rows, labels]).mean())

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.support.jobs import SHAPES
+from tests.support.cluster import cluster_of
 
 
 class FilesAndClusters(LoadScopeScheduling):
@@ -21,7 +21,5 @@ class FilesAndClusters(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, test = nodeid.partition("::")
-        where = test.partition("[")[2].partition(":")[0]
-        if where == "two":
-            return f"{file}, two"
-        return where if where in SHAPES else file
+        where = cluster_of(test)
+        return where if where in ("four", "mirrored") else f"{file}, {where}"

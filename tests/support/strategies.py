@@ -1,6 +1,7 @@
-"""The strategies of jobs, and what their replicas hold."""
+"""The strategy of this process, and values of variables on its replicas."""
 
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,42 +11,44 @@ import tfkfac
 from tests.support.reference import Array
 from tfkfac.compat.strategies import is_repaired, repair
 
-DEVICES = ["CPU:0", "CPU:1"]
+# If set, use TensorFlow's strategies and repair them.
+STOCK = "TFKFAC_TEST_STOCK_STRATEGY"
 
 
 @functools.cache
-def strategy(kind: str | None) -> Any:
-    """The strategy of this process, which can have one of each kind only.
+def strategy() -> Any:
+    """Return the strategy for the processes and devices of this cluster.
 
-    Args:
-        kind: "multi" is ours and "stock" is TensorFlow's, repaired, for
-            several workers; "mirrored" is TensorFlow's for several devices,
-            "repaired" the same with our repairs; None is no strategy.
+    With a single process of one device, the default strategy.
     """
-    if kind is None:
-        return tf.distribute.get_strategy()
-    if kind == "mirrored":
-        return tf.distribute.MirroredStrategy(DEVICES)
-    if kind == "repaired":
-        return repair(tf.distribute.MirroredStrategy(DEVICES))
-    if kind == "stock":
+    if "TF_CONFIG" in os.environ:
+        if STOCK not in os.environ:
+            return tfkfac.MultiWorkerMirroredStrategy()
         stock = tf.distribute.MultiWorkerMirroredStrategy()
         assert not is_repaired(stock)
         return repair(stock)
-    assert kind == "multi"
-    return tfkfac.MultiWorkerMirroredStrategy()
+    count = len(tf.config.list_logical_devices("CPU"))
+    if count == 1:
+        return tf.distribute.get_strategy()
+    mirrored = tf.distribute.MirroredStrategy(
+        [f"CPU:{i}" for i in range(count)]
+    )
+    return repair(mirrored) if STOCK in os.environ else mirrored
 
 
-def local_ranks(kind: str | None) -> list[int]:
-    if kind == "multi":
-        return [strategy(kind).cluster_resolver.task_id]
-    return list(range(strategy(kind).num_replicas_in_sync))
+def create_strategy() -> None:
+    strategy()
 
 
-def copies(kind: str | None, variables: Sequence[Any]) -> list[list[Array]]:
-    """The values that each local replica has of some variables."""
-    local = strategy(kind).experimental_local_results
+def local_ranks() -> list[int]:
+    """Return the ranks of the replicas of this process."""
+    if "TF_CONFIG" in os.environ:
+        return [strategy().cluster_resolver.task_id]
+    return list(range(strategy().num_replicas_in_sync))
+
+
+def copies(variables: Sequence[Any]) -> list[list[Array]]:
+    """Return the values of variables on each local replica."""
+    local = strategy().experimental_local_results
     values = [local(v.value) for v in variables]
-    return [
-        [v[i].numpy() for v in values] for i in range(len(local_ranks(kind)))
-    ]
+    return [[v[i].numpy() for v in values] for i in range(len(local_ranks()))]

@@ -1,21 +1,61 @@
-"""The clusters that jobs of several workers run in."""
+"""Clusters of local processes, and their ports."""
 
+import json
 import os
+import signal
+import socket
 import time
 from typing import Any
 
 import pytest
 
 from tests.support import cluster
-from tests.support.cluster import Case, Cluster, ClusterError, Pool, Shape, run
-
-WORKERS = "tests.support.workers_cluster"
-
-
-def target(name: str) -> str:
-    return f"{WORKERS}:{name}"
+from tests.support.cluster import Cluster, ClusterError, Pool, Shape, run
+from tests.support.ports import address, claim_ports
 
 
+# -------------------------------------------------------------- on a worker
+def index() -> int:
+    return int(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
+
+
+def describe(*args: Any) -> Any:
+    return index(), os.getpid(), args
+
+
+def fail(worker: int) -> str:
+    if worker in (-1, index()):
+        raise RuntimeError(f"expected failure, worker {index()}")
+    return "no failure"
+
+
+def fail_and_hang(worker: int) -> None:
+    fail(worker)
+    hang()
+
+
+def hang() -> None:
+    time.sleep(60)
+
+
+def die(worker: int) -> None:
+    if worker == index():
+        os.kill(os.getpid(), signal.SIGKILL)
+    hang()
+
+
+def return_a_function() -> Any:
+    return lambda: None
+
+
+def count_devices() -> tuple[int, str | None]:
+    import tensorflow as tf
+
+    devices = tf.config.list_logical_devices("CPU")
+    return len(devices), os.getenv("TFKFAC_TEST")
+
+
+# --------------------------------------------------------------------- tests
 def is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
@@ -24,78 +64,73 @@ def is_running(process: int) -> bool:
     return True
 
 
-def test_cases_share_processes() -> None:
-    """Until the shape changes, or a case fails."""
+def test_calls_share_processes() -> None:
+    """Until the shape changes, or a call fails."""
     with Pool() as pool:
-
-        def describe(shape: Shape, *args: Any) -> list[Any]:
-            return pool.run("", Case(target("describe"), args), shape).get()
-
-        first, second = describe(Shape(), 1, "a"), describe(Shape())
+        first = pool.run(Shape(), describe, 1, "a")
         assert [w[0] for w in first] == [0, 1]
         assert [w[2] for w in first] == [(1, "a")] * 2
         processes = [w[1] for w in first]
-        assert [w[1] for w in second] == processes
-        other = describe(Shape(3))
+        assert [w[1] for w in pool.run(Shape(), describe)] == processes
+        other = pool.run(Shape(3), describe)
         assert [w[0] for w in other] == [0, 1, 2]
         assert not any(is_running(process) for process in processes)
-        assert pool.run("", Case(target("fail")), Shape(3)).complaint
-        assert describe(Shape(3))[0][1] != other[0][1]
+        with pytest.raises(ClusterError):
+            pool.run(Shape(3), fail, -1)
+        assert pool.run(Shape(3), describe)[0][1] != other[0][1]
 
 
-def test_failure_names_case_and_shows_its_log() -> None:
+def test_an_error_shows_the_log_of_its_call() -> None:
     with Cluster(Shape()) as cluster:
-        good, bad, half, last = (
-            cluster.run(name, Case(target(function), args))
-            for name, function, args in (
-                ("good", "describe", ()),
-                ("bad", "fail", ()),
-                ("half", "fail", (1,)),
-                ("last", "describe", ()),
-            )
-        )
-    good.get()
-    last.get()
-    assert all("told to fail" in str(e) for e in bad.errors)
-    assert half.values == ["fine", None]
-    with pytest.raises(ClusterError) as error:
-        half.get()
+        cluster.run(describe)
+        for worker in (-1, 1):
+            with pytest.raises(ClusterError) as error:
+                cluster.run(fail, worker)
+        cluster.run(describe)
     message = str(error.value)
-    assert message.startswith("case 'half': a worker raised")
-    assert message.count("told to fail, worker 1") == 1
-    assert "told to fail, worker 0" not in message
+    assert message.startswith(f"{__name__}:fail(1,): a worker raised")
+    assert message.count("expected failure, worker 1") == 1
+    assert "expected failure, worker 0" not in message
 
 
-def test_peers_of_a_failed_worker_do_not_hang(
+def test_workers_do_not_hang_after_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cluster, "GRACE", 0.5)
+    monkeypatch.setattr(cluster, "GRACE_S", 0.5)
     start = time.monotonic()
     with pytest.raises(ClusterError) as error:
-        run(target("fail_and_hang"), 1)
+        run(fail_and_hang, 1)
     assert time.monotonic() - start < 10
     assert "worker 1 failed and the others did not" in str(error.value)
-    # The stack of the one that was waiting.
-    assert "in wait_for_a_peer_that_is_gone" in str(error.value)
+    assert "in hang" in str(error.value)  # the stack of the other worker
 
 
 @pytest.mark.parametrize(
     ("function", "args", "words"),
     [
-        ("die", (0,), "worker 0 exited with -9"),
-        ("wait_for_a_peer_that_is_gone", (), "not finished after 2.5 s"),
-        ("leave", (), "a worker raised"),
-        ("not_picklable", (), "a worker raised"),
-        ("missing", (), "a worker raised"),
+        (die, (0,), "worker 0 exited with -9"),
+        (hang, (), "not finished after 2.5 s"),
+        ("sys:exit", ("leaving",), "a worker raised"),
+        (return_a_function, (), "a worker raised"),
+        (f"{__name__}:missing", (), "a worker raised"),
     ],
 )
-def test_ends_are_noticed(function: str, args: Any, words: str) -> None:
+def test_ends_are_reported(function: Any, args: Any, words: str) -> None:
     limit = 2.5 if words.startswith("not") else 60.0
     with pytest.raises(ClusterError, match=words):
-        run(target(function), *args, time_limit=limit)
+        run(function, *args, time_limit=limit)
 
 
 def test_devices_and_environment() -> None:
-    assert run(target("count_devices"), workers=1, devices=3) == [3]
-    values = run("os:getenv", "TFKFAC_TEST", environment={"TFKFAC_TEST": "yes"})
-    assert values == ["yes", "yes"]
+    environment = {"TFKFAC_TEST": "yes"}
+    values = run(count_devices, workers=1, devices=3, environment=environment)
+    assert values == [(3, "yes")]
+
+
+def test_claimed_ports_are_free_and_unique() -> None:
+    claims = claim_ports(5) + claim_ports(5)
+    assert len({address(claim) for claim in claims}) == 10
+    for claim in claims:
+        with socket.create_server(claim.getsockname()):
+            pass
+        claim.close()

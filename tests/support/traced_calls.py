@@ -63,7 +63,7 @@ def count_calls(optimizer: str) -> Counts:
     return Counts(changes, len(set(files)), len(files))
 
 
-def count_on_worker(kind: str, optimizer: str) -> Counts:
-    """Trace a step under a strategy."""
-    with strategy(kind).scope():
+def count_on_worker(optimizer: str) -> Counts:
+    """Trace a step under the strategy of this process."""
+    with strategy().scope():
         return count_calls(optimizer)

@@ -1,4 +1,4 @@
-"""What each process of a test cluster runs; `cluster.py` starts it.
+"""The program of each process of a cluster; `cluster.py` starts it.
 
 python -m tests.support.worker_process DIRECTORY INDEX DEVICES
 """
@@ -17,45 +17,44 @@ import traceback
 from typing import Any
 
 
-def case_file(directory: pathlib.Path, case: int) -> pathlib.Path:
-    return directory / f"case{case}.pickle"
+def call_file(directory: pathlib.Path, number: int) -> pathlib.Path:
+    return directory / f"call{number}.pickle"
 
 
 def result_file(
-    directory: pathlib.Path, case: int, worker: int
+    directory: pathlib.Path, number: int, worker: int
 ) -> pathlib.Path:
-    return directory / f"case{case}.worker{worker}.pickle"
+    return directory / f"call{number}.worker{worker}.pickle"
 
 
 def main(directory: pathlib.Path, index: int, devices: int) -> None:
-    """Runs every case as it comes and leaves a file for it."""
+    """Run every call of the cluster; write a file with its result."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    dismissal = threading.Thread(target=leave_when_dismissed, daemon=True)
-    dismissal.start()
+    threading.Thread(target=exit_with_stdin, daemon=True).start()
     set_devices(devices)
-    for case in itertools.count():
-        path = case_file(directory, case)
+    for number in itertools.count():
+        path = call_file(directory, number)
         while not path.exists():
             time.sleep(0.01)
         result = call(*pickle.loads(path.read_bytes()))
-        write(result_file(directory, case, index), result)
+        write(result_file(directory, number, index), result)
 
 
-def leave_when_dismissed() -> None:
-    """Ends the process when its standard input ends.
+def exit_with_stdin() -> None:
+    """End the process when its standard input ends.
 
-    The parent closes it when all workers are done: one that leaves earlier
-    breaks the last collective of its peers. It also ends with the parent.
+    The parent closes it after all workers are done: a worker that exits earlier
+    breaks the last collective of the others.
     """
     sys.stdin.buffer.read()
     sys.stdout.flush()
-    # TensorFlow's own shutdown waits for peers that may be gone.
+    # TensorFlow's shutdown waits for workers that may have exited.
     os._exit(0)
 
 
 def set_devices(devices: int) -> None:
-    """Splits the CPU before anything else can use it."""
+    """Split the CPU into logical devices."""
     if devices > 1:
         import tensorflow as tf
 
@@ -66,21 +65,21 @@ def set_devices(devices: int) -> None:
 
 
 def call(target: str, args: Any, kwargs: Any) -> bytes:
-    """The pickled result and traceback, one of which is None."""
+    """Return the pickled value and traceback, one of which is None."""
     module, _, function = target.partition(":")
     try:
         value = getattr(importlib.import_module(module), function)(
             *args, **kwargs
         )
         return pickle.dumps((value, None))
-    except BaseException:  # also SystemExit: the peers must hear of it
+    except BaseException:  # also SystemExit, which the cluster reports
         error = traceback.format_exc()
         print(error, flush=True)
         return pickle.dumps((None, error))
 
 
 def write(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file that is complete as soon as it exists."""
+    """Write a file that is complete as soon as it exists."""
     draft = path.with_suffix(".draft")
     draft.write_bytes(content)
     draft.rename(path)

@@ -1,6 +1,7 @@
 """Logs and metrics of batches with a loss that is not finite."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -10,11 +11,11 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.support import workers_unsound
-from tests.support.cluster import Pool
-from tests.support.jobs import Jobs
 from tests.support.marks import with_slow
 from tests.support.reference import Array
+from tests.support.strategies import strategy
+from tests.support.training import FEEDS, Training, build
+from tests.support.training import fit as train
 from tfkfac.training.guards import Streak
 
 BATCH, BATCHES = 8, 4
@@ -324,25 +325,49 @@ def test_100_steps_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ------------------------------------------------------------- several workers
-JOBS = Jobs(workers_unsound)
-JOBS.add("two: kfac", "lose_batches", "kfac")
-JOBS.add("mirrored: kfac", "lose_batches", "kfac", slow=True)
-JOBS.add("two: fosi", "lose_batches", "fosi", slow=True)
-JOBS.add("two: accelerator", "lose_batches", "accelerator", slow=True)
-JOBS.add("mirrored: fosi", "lose_batches", "fosi", slow=True)
+def lose_batches(case: Training) -> None:
+    """The last worker has a NaN in step 1; then all have NaN in all steps."""
+    losses: list[float] = []
+
+    class Losses(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            losses.append(logs["loss"])
+
+    def run(case: Training, *callbacks: Any) -> Any:
+        model = build(case, metrics=["accuracy"])
+        model.optimizer.max_skipped_steps = 3
+        history = train(model, case, *callbacks)
+        return [history[name][0] for name in ("loss", "accuracy")]
+
+    workers = range(strategy().num_replicas_in_sync)
+    bad = [-1]
+    if "accelerator_fraction" in case.options:
+        bad = [*workers]  # an accelerator alone does not train
+    epoch = run(
+        replace(case, faults=tuple((1, worker, np.nan) for worker in bad)),
+        Losses(),
+    )
+    assert np.isnan(losses).tolist() == [False, True, False]
+    np.testing.assert_allclose(epoch, run(case.without_step(1)), 1e-5)
+    faults = tuple((s, worker, np.nan) for s in range(3) for worker in workers)
+    assert np.isnan(run(replace(case, feed=case.rows[:2], faults=faults))).all()
+    with pytest.raises(FloatingPointError, match="3 steps in a row"):
+        run(replace(case, faults=faults))
 
 
-@pytest.mark.parametrize(
-    "name",
-    JOBS.params(
-        ["two: kfac", "mirrored: kfac", "two: fosi", "mirrored: fosi",
-         "two: accelerator"]
+EVEN = FEEDS["even"][:3]
+OPTIONS = {"warmup_steps": 1}
+RUNS = {
+    "two: KFAC": Training(feed=EVEN),
+    "mirrored: KFAC": Training(feed=EVEN),
+    "two: FOSI": Training("FOSI", feed=EVEN, options=OPTIONS),
+    "two: MR-DHO2": Training(
+        "FOSI", feed=EVEN, options={"accelerator_fraction": 0.5, **OPTIONS}
     ),
-)  # fmt: skip
-def test_all_workers_exclude_the_same_batch(pool: Pool, name: str) -> None:
+}
+
+
+@pytest.mark.parametrize("name", with_slow(RUNS, *[*RUNS][1:]))
+def test_all_workers_exclude_the_same_batch(on_workers: Any, name: str) -> None:
     """A NaN on one worker excludes the batch on all workers."""
-    for worker in JOBS.results(pool, name):
-        assert np.isnan(worker["batches"]).tolist() == [False, True, False]
-        np.testing.assert_allclose(worker["epoch"], worker["without"], 1e-5)
-        assert np.isnan(worker["lost"]).all()
-        assert "3 steps in a row" in worker["error"]
+    on_workers(name.partition(":")[0], lose_batches, RUNS[name])
