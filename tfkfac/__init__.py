@@ -5,7 +5,15 @@
 
 import keras
 
-from tfkfac import blocks, callbacks, curvature, factors, fisher, solvers
+from tfkfac import (
+    blocks,
+    callbacks,
+    curvature,
+    factors,
+    fisher,
+    schedules,
+    solvers,
+)
 from tfkfac.blocks import register_block
 from tfkfac.cluster.strategy import MultiWorkerMirroredStrategy
 from tfkfac.fisher import register_distribution
@@ -33,6 +41,7 @@ __all__ = [
     "register_block",
     "register_distribution",
     "register_solver",
+    "schedules",
     "solvers",
 ]
 

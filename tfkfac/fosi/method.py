@@ -135,9 +135,7 @@ class FOSIMethod(Method):
 
     # --------------------------------------------------- binding and state
     @override
-    def set_run_length(
-        self, steps: int | None, remaining: int | None = None
-    ) -> None:
+    def set_run_length(self, steps: int | None) -> None:
         """Set the default warm-up, unless it is already set or over."""
         is_set = [
             max(int(state.warmup.numpy()), int(state.last.numpy())) >= 0

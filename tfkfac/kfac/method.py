@@ -77,14 +77,16 @@ class KFACMethod(Method):
     @override
     def run(self, step: Step) -> None:
         """Run one step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
-        self._rule.find_rates(self.job, self.states)
         state = self.job.local_state(self.states)
         by_rows = self.placement.takes_rows and state.pending is None
         by_rows &= self._rule.takes_rows(step.group.size)
         layers = observe(step, state, by_rows)
         step.record_losses("its unit is 1, its Fisher matrix the empirical one")
         if not self.job.terms_of(step.batch):
-            self._advice.give(self.job, report.unseen_loss_warning(self.job))
+            warning = report.unseen_loss_warning(
+                self.job, self._rule.without_loss
+            )
+            self._advice.give(self.job, warning)
         statistics = self.statistics(layers, step)
         if state.pending is None:
             self.update(layers, step, statistics)
@@ -329,18 +331,6 @@ class KFACMethod(Method):
         if self.settings.fisher != EMPIRICAL:
             PullbackTap.open(job.model)
 
-    @override
-    def set_run_length(
-        self, steps: int | None, remaining: int | None = None
-    ) -> None:
-        """Compute the largest rates of schedules within the run."""
-        if remaining is not None:
-            updates = remaining // (
-                self.settings.gradient_accumulation_steps or 1
-            )
-            end = int(self.job.clock) + updates
-            self._rule.set_end_step(end, self.job, self.states)
-
     @property
     def placement(self) -> Placement:
         """Blocks of the model, and which worker does what of them."""
@@ -371,9 +361,6 @@ class KFACMethod(Method):
         def make(rank: int) -> State:
             state = known.get(rank) or State()
             state.fill(placement, rank, self._rule.has_momenta)
-            state.sections = state.sections or tuple(
-                self._rule.sections(self.job)
-            )
             if self.settings.gradient_accumulation_steps is not None:
                 state.accumulate(
                     self.settings.gradient_accumulation_steps,

@@ -13,7 +13,6 @@ import tensorflow as tf
 from tfkfac.blocks import Block, LayerGradient, MatrixGradient, RowGradient
 from tfkfac.blocks.embedding import EmbeddingBlock, PositionEmbeddingBlock
 from tfkfac.compat.functions import shared_call, when
-from tfkfac.compat.optimizers import rate_of
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.placement import Placement
@@ -28,11 +27,8 @@ from tfkfac.kfac.state import (
     StepReport,
 )
 from tfkfac.linalg.tensors import stack_scalars
-from tfkfac.saving.slots import Slots
 from tfkfac.shell.arguments import Hyperparameter
-from tfkfac.shell.rest import follows, has_schedule, largest_rate
 from tfkfac.training.guards import count_each
-from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step
 
 # Blocks of embedding tables: an example uses only some rows of the table.
@@ -57,6 +53,7 @@ class Natural:
     Attributes:
         title: Suffix of the title of the summary.
         needs_loss: True if `gradients` needs the loss.
+        without_loss: Sentence of the warning where the loss is unknown.
         has_momenta: True if blocks store momenta.
         extra_scalars: Number of scalars sent with each direction.
         excluded_blocks: Classes of blocks left to the rest optimizer.
@@ -64,6 +61,10 @@ class Natural:
 
     title = ""
     needs_loss = False
+    without_loss = (
+        "If it is a sum, or a mean over tokens or pixels, steps are far too "
+        "short or too long."
+    )
     has_momenta = False
     extra_scalars = 0
     excluded_blocks: tuple[type[Block], ...] = ()
@@ -77,8 +78,6 @@ class Natural:
         self.momentum = momentum
         self.damping = damping
         self._clip = clip
-        self._end: int | None = None
-        self._knows_rates = False
 
     # ------------------------------------------------------------ the step
     def takes_rows(self, workers: int) -> bool:
@@ -133,42 +132,12 @@ class Natural:
         inner, hint_rate = step.job.inner_optimizer, None
         if limit is not None and isinstance(inner, keras.optimizers.SGD):
             hint_rate = rate
-            if has_schedule(inner):  # the current rate may be a warm-up
-                largest = tf.convert_to_tensor(state.report.largest_rate)
-                hint_rate = tf.maximum(tf.cast(rate, largest.dtype), largest)
         hint_due = state.report.record(clip, damping, hint_rate)
         layers, limit = [x.layer for x in directions], self._clip.get()
         when(hint_due, lambda: hint_at_clip(layers, step, state.report, limit))
         return replace_gradients(directions, clip.factor, step.gradients)
 
     # --------------------------------------------------- binding and state
-    def set_end_step(self, end: int, job: Job, states: Sequence[State]) -> None:
-        """Set the end step of the run that `fit` announces."""
-        self._end, self._knows_rates = end, False
-        self.find_rates(job, states)
-
-    def find_rates(self, job: Job, states: Sequence[State]) -> None:
-        """Compute the largest rates of schedules, once per run."""
-        if self._knows_rates:
-            return
-        with tf.init_scope():
-            self.update_rates(job, states)
-        self._knows_rates = bool(states)
-
-    def update_rates(self, job: Job, states: Sequence[State]) -> None:
-        """Update the largest rates of the schedules of both optimizers."""
-        for optimizer in (job.inner_optimizer, job.rest_optimizer):
-            if optimizer is not None and follows(optimizer):
-                rate_of(optimizer).measure(self._end)
-        if has_schedule(job.inner_optimizer):
-            largest = largest_rate(job.inner_optimizer, self._end)
-            for state in states:
-                state.report.largest_rate.assign(largest)
-
-    def sections(self, job: Job) -> Sequence[Slots]:
-        """Create the additional state of one replica."""
-        return ()
-
     def bytes(self, placement: Placement, rank: int) -> dict[str, int]:
         """Return the bytes of the additional state, by name."""
         return {}
@@ -188,20 +157,14 @@ def hint_at_clip(
 ) -> None:
     """Print the likely cause if the clip shortens most of the first steps."""
     head = "kl_clip has left less than {:.0%} of most of the first {} steps. "
-    names, is_far = [step.job.name], tf.constant(False)
-    # The backward pass ends with the first layer of the model.
-    first = max(layers, key=lambda layer: max(r.order for r in layer.records))
-    inputs, block = first.records[-1].inputs, first.block
-    has_scale = "A" in block.factors and not isinstance(block, TABLES)
-    if has_scale and tf.is_tensor(inputs) and inputs.dtype.is_floating:
-        squares = tf.square(tf.cast(inputs, tf.float32))
-        is_far = tf.sqrt(tf.reduce_mean(squares)) > _FAR_RMS
-        text = (
-            f"{head.format(SHORT, FIRST)}The inputs of layer '{block.path}' "
-            "are far from unit scale: normalise the inputs of the model, or "
-            'try KFAC(fisher="monte_carlo").'
-        )
-        count_each(is_far, report.hints, names, text)
+    names = [step.job.name]
+    path, is_far = far_inputs(layers)
+    text = (
+        f"{head.format(SHORT, FIRST)}The inputs of layer '{path}' are far from "
+        "unit scale: normalise the inputs of the model, or try "
+        'KFAC(fisher="monte_carlo").'
+    )
+    count_each(is_far, report.hints, names, text)
     loss = tf.math.divide_no_nan(step.weighted_loss(), step.loss.unit)
     is_low = step.group.size * loss < _HIGH_LOSS
     less = f", KFAC(kl_clip={limit / 4:g})," if isinstance(limit, float) else ""
@@ -211,6 +174,19 @@ def hint_at_clip(
     )
     is_limited = (report.clipped >= MANY) & is_low & ~is_far
     count_each(is_limited, report.hints, names, text)
+
+
+def far_inputs(layers: Sequence[ActiveBlock]) -> tuple[str, tf.Tensor]:
+    """Path of the model's first layer; True if its inputs have a large RMS."""
+    # The backward pass ends with the first layer of the model.
+    first = max(layers, key=lambda layer: max(r.order for r in layer.records))
+    inputs, block = first.records[-1].inputs, first.block
+    has_scale = "A" in block.factors and not isinstance(block, TABLES)
+    is_far = tf.constant(False)
+    if has_scale and tf.is_tensor(inputs) and inputs.dtype.is_floating:
+        squares = tf.square(tf.cast(inputs, tf.float32))
+        is_far = tf.sqrt(tf.reduce_mean(squares)) > _FAR_RMS
+    return block.path, is_far
 
 
 def clip_step(

@@ -13,7 +13,8 @@ from tfkfac.checks import check_choice, check_count, check_range, if_given
 from tfkfac.fisher.types import TYPES
 from tfkfac.kfac.method import STEPS, KFACMethod
 from tfkfac.kfac.settings import (
-    RATE,
+    DEFAULT_KL_CLIP,
+    SPECTRAL_REST_RATE,
     WEIGHT_SHARING,
     Distribution,
     KFACSettings,
@@ -22,6 +23,7 @@ from tfkfac.kfac.settings import (
     check_skip_layers,
     check_spectral,
     serialize_skip_rule,
+    sgd_defaults,
     with_fraction,
 )
 from tfkfac.shell.arguments import (
@@ -33,7 +35,12 @@ from tfkfac.shell.arguments import (
     take_over_accumulation,
 )
 from tfkfac.shell.optimizer import SecondOrderOptimizer
-from tfkfac.shell.rest import INNER, choose_rest, follow_rest
+from tfkfac.shell.rest import (
+    INNER,
+    ProportionalRate,
+    choose_rest,
+    default_rest_rate,
+)
 from tfkfac.solvers import SOLVERS
 
 Inner: TypeAlias = keras.optimizers.Optimizer | str | dict[str, Any]
@@ -50,9 +57,10 @@ class KFAC(SecondOrderOptimizer):
     clocks of their own. The result, clipped in the metric of the Fisher
     matrix, goes to the inner optimizer.
 
-    A learning rate has the scale of natural gradient steps, 0.1, not that of
-    Adam's: multiply one of these by about 100. Spectral steps take nothing
-    of it but the shape of its schedule.
+    Without arguments nothing has to be tuned: spectral steps, whose learning
+    rate falls linearly to 0 over each `fit`. A learning rate or an inner
+    optimizer gives natural-gradient steps, the K-FAC of the papers; these
+    learning rates are about 100 times those of Adam.
 
     Factors, damping and clip are in units of the negative log-likelihood of a
     term of the loss (an example, token or pixel, whatever Keras' mean is over):
@@ -68,25 +76,32 @@ class KFAC(SecondOrderOptimizer):
 
     Args:
         inner_optimizer: A Keras optimizer, its identifier or config, or a
-            float or schedule, the learning rate of `SGD(momentum=0.5)`.
-            Defaults to 0.1. See `step` for spectral steps.
+            float or schedule, the learning rate of `SGD(momentum=0.5)`. With
+            spectral steps, SGD without momentum. None is SGD with
+            `learning_rate` and `momentum`. Defaults to None.
+        learning_rate: Learning rate of the default inner optimizer: a float
+            or a schedule. Spectral steps know their length, and the learning
+            rate multiplies it. None is `tfkfac.schedules.FitDecay(peak)`,
+            which falls linearly to 0 over each `fit`, from 1.0 with spectral
+            and from 0.1 with natural-gradient steps. A rate that is set
+            during training, as by `ReduceLROnPlateau`, ends this decay.
+            Defaults to None.
+        momentum: Momentum in [0, 1). None is 0.9 with spectral steps, and 0.5
+            for the default inner optimizer with natural-gradient steps; other
+            inner optimizers have their own. Defaults to None.
         rest_optimizer: A Keras optimizer, its name or config, for the weights
             without a block, which `summary` lists. "inner" leaves them to the
             inner optimizer, as the papers do; spectral steps do not allow it.
-            None is Adam, whose rate is 0.001 where the inner optimizer's is
-            largest, and falls with it. None and a name take over `use_ema`,
-            `ema_momentum` and `ema_overwrite_frequency` of the inner
-            optimizer. Defaults to None.
-        learning_rate: Learning rate of the inner SGD, if there is no other
-            `inner_optimizer`: a float or a schedule.
-        momentum: Momentum in [0, 1): of the inner SGD, likewise, 0.5 by
-            default, or of spectral steps, 0.9 by default.
-        step: "natural" leaves the length of a step to `kl_clip` and the inner
-            optimizer. "spectral" orthogonalises the momentum of the
-            preconditioned gradient and takes nothing of the learning rate but
-            the shape of its schedule, which is that of the `rest_optimizer`
-            if only that has one; the inner optimizer must be SGD without
-            momentum. Defaults to "natural".
+            None is Adam. Its learning rate is 0.01 times that of spectral
+            steps. With natural-gradient steps it is 0.001 at first, and
+            proportional to that of the inner optimizer. None and a name take
+            over `use_ema`, `ema_momentum` and `ema_overwrite_frequency` of
+            the inner optimizer. Defaults to None.
+        step: "natural" preconditions the gradient, limits its length by
+            `kl_clip` and passes it to the inner optimizer. "spectral"
+            orthogonalises the momentum of the preconditioned gradient. None
+            is "natural" if `inner_optimizer`, `learning_rate` or `kl_clip` is
+            given, else "spectral". Defaults to None.
         damping: Tikhonov damping of the Fisher matrix. A number or a
             `keras.optimizers.schedules.LearningRateSchedule`. Defaults to
             0.01.
@@ -177,9 +192,9 @@ class KFAC(SecondOrderOptimizer):
         learning_rate: Schedule | None = None,
         momentum: float | None = None,
         rest_optimizer: Inner | None = None,
-        step: str = "natural",
+        step: str | None = None,
         damping: Schedule = 0.01,
-        kl_clip: Schedule | None = 0.02,
+        kl_clip: Schedule | None = DEFAULT_KL_CLIP,
         fisher: str | None = None,
         solver: str = "inverse",
         distribution: str | Distribution = "comm_opt",
@@ -199,26 +214,38 @@ class KFAC(SecondOrderOptimizer):
             distribution = with_fraction(distribution, gradient_worker_fraction)
         if momentum is not None:
             momentum = check_range("momentum", momentum, 0, 1)
+        if step is None:
+            # `is`: a user who passes 0.02 asks for a clip.
+            is_paper = kl_clip is not DEFAULT_KL_CLIP or any(
+                value is not None for value in (inner_optimizer, learning_rate)
+            )
+            step = "natural" if is_paper else "spectral"
         step = check_choice("step", step, tuple(STEPS))
-        sgd = {"learning_rate": RATE, "momentum": 0.5}
-        chosen = {"learning_rate": learning_rate, "momentum": momentum}
-        if step == "spectral":
-            rate = follow_rest(rest_optimizer, 1.0) or 1.0
-            sgd = {"learning_rate": rate, "momentum": 0.0}
-            del chosen["momentum"]
+        is_spectral = step == "spectral"
+        chosen = {"learning_rate": learning_rate}
+        if not is_spectral:
+            chosen["momentum"] = momentum
         inner = check_inner(
-            choose_inner(inner_optimizer, keras.optimizers.SGD, sgd, chosen)
+            choose_inner(
+                inner_optimizer,
+                keras.optimizers.SGD,
+                sgd_defaults(step),
+                chosen,
+            )
         )
-        if step == "spectral":
+        if is_spectral:
             check_spectral(inner, rest_optimizer)
+            rest_rate = ProportionalRate(SPECTRAL_REST_RATE, 1.0)
+        else:
+            rest_rate = default_rest_rate(inner)
         gradient_accumulation_steps = take_over_accumulation(
             inner, gradient_accumulation_steps
         )
-        rest = choose_rest(rest_optimizer, inner)
+        rest = choose_rest(rest_optimizer, inner, rest_rate)
         settings = KFACSettings(
             step=step,
             # In natural-gradient steps the inner optimizer has it.
-            momentum=momentum if step == "spectral" else None,
+            momentum=momentum if is_spectral else None,
             damping=Hyperparameter("damping", damping),
             kl_clip=Hyperparameter(
                 "kl_clip", kl_clip, positive=True, optional=True

@@ -86,15 +86,18 @@ def coverage_warning(registry: Registry, job: Job) -> str | None:
     )
 
 
-def unseen_loss_warning(job: Job) -> str:
-    """Warning about a loss that was not observed and is used as a mean."""
+def unseen_loss_warning(job: Job, lengths: str) -> str:
+    """Warning about a loss that was not observed and is used as a mean.
+
+    `lengths` says how the length of steps is chosen without the loss.
+    """
     return (
         f"Optimizer '{job.name}' did not observe the loss of model "
         f"'{job.model.name}' and assumes a mean over the examples, the leading "
-        "dimension of each layer's input. If the loss is a sum, or a mean over "
-        "tokens or pixels, steps are far too short or too long: compute it "
-        "with `model.compute_loss`, or call `optimizer.attach(model, "
-        "loss_terms=...)` with the number of terms of the mean, 1 for a sum."
+        f"dimension of each layer's input. {lengths} Compute the loss with "
+        "`model.compute_loss`, or pass it through `optimizer.scale_loss` under "
+        "the tape; `optimizer.attach(model, loss_terms=...)` takes the number "
+        "of terms of the mean, 1 for a sum."
     )
 
 

@@ -13,11 +13,15 @@ from tfkfac.checks import (
     is_number,
 )
 from tfkfac.distributed.plan import MODES, POLICIES
+from tfkfac.schedules import FitDecay
 from tfkfac.shell.arguments import Hyperparameter, Settings
 from tfkfac.shell.rest import INNER
 
 # Default learning rate of natural-gradient steps, bounded by the KL clip.
 RATE = 0.1
+DEFAULT_KL_CLIP = 0.02
+# Learning rate of Adam for uncovered weights where that of spectral steps is 1.
+SPECTRAL_REST_RATE = 0.01
 # Share of gradient workers between MEM-OPT and COMM-OPT (KAISA, section 5).
 _HALF = 0.5
 WEIGHT_SHARING = ("expand", "reduce", "average")
@@ -240,8 +244,8 @@ def check_spectral(
         raise ValueError(
             "Argument `inner_optimizer` must be SGD without momentum or "
             "clipping with step='spectral', which has a length and a momentum "
-            "of its own. An optimizer with a rate that is tuned is the "
-            "`rest_optimizer`, whose schedule the steps follow. Received: "
+            "of its own. An optimizer for the uncovered weights is the "
+            "`rest_optimizer`. Received: "
             f"inner_optimizer={type(inner).__name__}({', '.join(changes)})"
         )
     if rest_optimizer == INNER:
@@ -250,6 +254,13 @@ def check_spectral(
             "steps, whose learning rate is none for gradients. "
             f"Received: rest_optimizer={rest_optimizer!r}"
         )
+
+
+def sgd_defaults(step: str) -> dict[str, Any]:
+    """Return the arguments of the default inner optimizer for a step."""
+    if step == "spectral":
+        return {"learning_rate": FitDecay(1.0), "momentum": 0.0}
+    return {"learning_rate": FitDecay(RATE), "momentum": 0.5}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,11 @@ much as along a natural-gradient step with the Fisher length
 
     kappa s,   kappa = max(0.07, 0.02 sqrt(B), sqrt(0.005 L)),
 
-where B is the number of blocks, s the learning rate divided by the largest
-one of its schedule in the run, at most 1, and L the negative log-likelihood
-of a term of the loss, 0 if it is unknown or not finite. By Cauchy and
+where B is the number of blocks, s the learning rate and L the negative
+log-likelihood of a term of the loss, 0 if it is not finite. By Cauchy and
 Schwarz, `<D, N> / sqrt(<P, N>)` is a lower bound of the Fisher length of D;
-`sqrt(damping) |D|` is another. The larger bound is used.
+`sqrt(damping) |D|` is another. The larger bound is used. If the loss is
+unknown, all D together get the root mean square 0.01 s.
 """
 
 import math
@@ -32,26 +32,24 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks import LayerGradient, MatrixGradient
-from tfkfac.compat.functions import shared_call
+from tfkfac.compat.functions import shared_call, when
 from tfkfac.kfac.active import ActiveBlock
-from tfkfac.kfac.averages import SPECTRAL
 from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.natural import (
     TABLES,
     Natural,
     Preconditioned,
     apply_cheaper,
+    far_inputs,
     matrix_pairs,
     replace_gradients,
     scale_rows,
 )
 from tfkfac.kfac.placement import Placement
-from tfkfac.kfac.state import Clip, State
+from tfkfac.kfac.state import FIRST, Clip, State, StepReport
 from tfkfac.linalg.polar import polar_factors
 from tfkfac.linalg.tensors import all_finite, are_finite, select, stack_scalars
-from tfkfac.saving.slots import Slots
-from tfkfac.shell.rest import constant_rate, share_of_largest, update_largest
-from tfkfac.training.job import Job
+from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
 
 # Default of mu. No study compares it with other values.
@@ -65,11 +63,19 @@ BLOCK = 32
 ITERATIONS = 5
 
 
+# Root mean square of a step at the learning rate 1 if the loss is unknown.
+_RMS = 0.01
+
+
 class Spectral(Natural):
     """Steps along the orthogonalised, preconditioned momentum."""
 
     title = ", spectral steps"
     needs_loss = True
+    without_loss = (
+        f"Spectral steps have a root mean square of {_RMS} at the learning "
+        "rate 1."
+    )
     has_momenta = True
     extra_scalars = 2  # per block: <D, N> and <P, N>
     # A row of an embedding table sees little of the data. An orthogonalised
@@ -104,43 +110,27 @@ class Spectral(Natural):
         if not directions:
             return step.gradients
         squares = [2 * direction.gradient.bound() for direction in directions]
-        clip = spectral_length(
-            [direction.product for direction in directions],
-            squares,
-            tf.math.divide_no_nan(loss, step.loss.unit),
-            damping,
-            state.section(LargestRate),
-            step.job.inner_optimizer.learning_rate,
-        )
-        state.report.assign(length=clip.length, damping=damping)
+        if step.batch.value is None:
+            factor = rms_factor(directions, squares)
+            clip = Clip(factor, tf.constant(math.nan, tf.float64))
+        else:
+            clip = spectral_length(
+                [direction.product for direction in directions],
+                squares,
+                tf.math.divide_no_nan(loss, step.loss.unit),
+                damping,
+            )
+        rate = tf.cast(step.job.inner_optimizer.learning_rate, tf.float64)
+        length = tf.square(rate) * clip.length
+        state.report.assign(length=length, damping=damping)
+        layers, report = [x.layer for x in directions], state.report
+        is_late = tf.equal(report.steps, FIRST)
+        when(is_late, lambda: hint_at_inputs(layers, step, report))
         return replace_gradients(directions, clip.factor, step.gradients)
-
-    @override
-    def sections(self, job: Job) -> Sequence[Slots]:
-        return (LargestRate(constant_rate(job.inner_optimizer)),)
-
-    @override
-    def update_rates(self, job: Job, states: Sequence[State]) -> None:
-        super().update_rates(job, states)
-        for state in states:
-            largest = state.section(LargestRate).value
-            update_largest(largest, job.inner_optimizer, self._end)
 
     @override
     def bytes(self, placement: Placement, rank: int) -> dict[str, int]:
         return {"momenta": placement.momentum_bytes(rank)}
-
-
-class LargestRate(Slots):
-    """Largest learning rate of the run, the denominator of s.
-
-    It is saved: a callback may have reduced a constant rate before the save.
-    For a schedule it is computed when training begins.
-    """
-
-    def __init__(self, rate: float) -> None:
-        super().__init__("rate", section=SPECTRAL)
-        self.value = self.slot("largest_rate", (), "float64", rate)
 
 
 def orthogonalize(
@@ -255,23 +245,49 @@ _LEAST, _SHARE = 0.07, 0.005
 _PER_BLOCK = 0.02
 
 
+def hint_at_inputs(
+    layers: Sequence[ActiveBlock], step: Step, report: StepReport
+) -> None:
+    """Print a hint if the inputs of the model are far from unit scale.
+
+    Orthogonalised steps move all layers by the same length, so the length that
+    the first one allows is short for the others.
+    """
+    path, is_far = far_inputs(layers)
+    text = (
+        f"the inputs of layer '{path}' are far from unit scale, which makes "
+        "steps short: normalise the inputs of the model, for example by "
+        "`keras.layers.Normalization` or `keras.layers.Rescaling`."
+    )
+    count_each(is_far, report.hints, [step.job.name], text)
+
+
+def rms_factor(
+    directions: Sequence[Preconditioned], squares: Sequence[tf.Tensor]
+) -> tf.Tensor:
+    """Compute the common factor of all D for steps with the RMS `_RMS`."""
+    size = sum(
+        math.prod(variable.shape)
+        for direction in directions
+        for variable in direction.layer.block.variables
+    )
+    mean = tf.reduce_sum(stack_scalars(squares)) / size
+    return tf.math.divide_no_nan(_RMS, tf.sqrt(tf.cast(mean, tf.float64)))
+
+
 def spectral_length(
     products: Sequence[tf.Tensor],
     squares: Sequence[tf.Tensor],
     loss: tf.Tensor,
     damping: tf.Tensor,
-    largest: LargestRate,
-    rate: tf.Tensor,
 ) -> Clip:
-    """Compute the length of a spectral step.
+    """Compute the length of a spectral step at the learning rate 1.
 
     Args:
         products: `<D, N>` and `<P, N>` of each block.
         squares: `|D|^2` of each block.
         loss: The negative log-likelihood L of a term, in nats.
         damping: The damping.
-        largest: The largest learning rate.
-        rate: The current learning rate of the inner optimizer.
 
     Returns:
         The common factor of all D, and the squared Fisher length of the step.
@@ -284,10 +300,8 @@ def spectral_length(
     bound *= tf.cast(damping, tf.float64)
     # The gradients may be finite although the loss is not.
     loss = tf.where(tf.math.is_finite(loss), loss, tf.zeros_like(loss))
-    rate = tf.cast(rate, tf.float64)
     least = max(_LEAST, _PER_BLOCK * math.sqrt(len(products)))
     kappa = tf.sqrt(tf.maximum(_SHARE * loss, least**2))
-    kappa *= share_of_largest(rate, largest.value)
     length = tf.sqrt(tf.maximum(square, bound))
-    factor = tf.math.divide_no_nan(kappa, length * rate)
+    factor = tf.math.divide_no_nan(kappa, length)
     return Clip(factor, tf.square(kappa))

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -35,7 +35,6 @@ FAULTS = {
     "failures": "failed decompositions of",
     "plain": "plain gradients in",
 }
-_Section = TypeVar("_Section", bound=Slots)
 
 
 class Preconditioner(Tracked):
@@ -81,7 +80,6 @@ class State(Tracked):
     Attributes:
         preconditioners: Factors and decompositions of each block, in order.
         pending: Sums over the micro-batches of the next step, or None.
-        sections: State of the step rule.
         factor_updates: Number of steps that updated averages.
         inverse_updates: Number of steps that updated decompositions.
     """
@@ -92,13 +90,8 @@ class State(Tracked):
         self.counters = Counters(())
         self.pending: Pending | None = None
         self.report = StepReport()
-        self.sections: tuple[Slots, ...] = ()
         self.factor_updates = state_variable(0, "int64", "factor_updates")
         self.inverse_updates = state_variable(0, "int64", "inverse_updates")
-
-    def section(self, type_: type[_Section]) -> _Section:
-        """Return the element of `sections` that is an instance of `type_`."""
-        return next(s for s in self.sections if isinstance(s, type_))
 
     def fill(
         self, placement: Placement, rank: int, has_momenta: bool = False
@@ -255,10 +248,10 @@ class State(Tracked):
         resets: dict[str, list[Callable[[], None]]] = defaultdict(list)
         resets[placement.solver.name].append(counters.reset_decomposed)
         pending = [] if self.pending is None else [self.pending]
-        for section in (*pending, *self.sections):
-            entries += section.entries()
+        for sums in pending:
+            entries += sums.entries()
         momenta = [p.momentum for p in self.preconditioners]
-        for slots in (*pending, *self.sections, *filter(None, momenta)):
+        for slots in (*pending, *filter(None, momenta)):
             resets[slots.section].append(slots.reset)
         layers = tuple(block.path for block in placement.blocks)
         parts = {name: _call_all(calls) for name, calls in resets.items()}
@@ -268,7 +261,7 @@ class State(Tracked):
         """Texts and counts of abnormal events."""
         events = [
             (
-                "times that kl_clip shortened most first steps",
+                "hints on the first steps",
                 self.report.hints,
             ),
         ]
@@ -438,7 +431,6 @@ class StepReport(Slots):
         short: Number of the first steps with a scaled clip factor below
             `SHORT`.
         hints: Number of clip hints.
-        largest_rate: Largest learning rate of the inner optimizer's schedule.
     """
 
     def __init__(self) -> None:
@@ -447,9 +439,6 @@ class StepReport(Slots):
         self.clipped = self.slot("clipped_steps", saved=False)
         self.short = self.slot("short_steps", saved=False)
         self.hints = self.slot("clip_hints", saved=False)
-        self.largest_rate = self.slot(
-            "largest_scheduled_rate", (), "float64", saved=False
-        )
         self._values = {
             name: self.slot(name, (), "float64", math.nan, saved=False)
             for name in _NAMES
@@ -463,7 +452,7 @@ class StepReport(Slots):
     ) -> tf.Tensor:
         """Record a step.
 
-        `rate` is SGD's learning rate or the largest of its schedule, or None.
+        `rate` is SGD's learning rate, or None for another inner optimizer.
 
         Returns:
             Scalar bool, True in step `FIRST` if most steps were short.

@@ -95,6 +95,15 @@ class LossTap(ModelTap[LossBatch]):
         return [handle for handles in lists for handle in handles]
 
 
+def record_loss(model: keras.Model, loss: Any) -> None:
+    """Record the loss of a batch for which `compute_loss` was not called."""
+    tap = LossTap.open(model)
+    batch = tap.pop_last(LossBatch())
+    if batch.value is None:
+        batch = dataclasses.replace(batch, value=scalar_loss(loss))
+    tap.record(batch)
+
+
 def loss_batch(
     arguments: dict[str, Any],
     terms: tuple[LossTerms, ...] = (),

@@ -54,14 +54,12 @@ class Method(abc.ABC):
         The model is built.
         """
 
-    def set_run_length(  # noqa: B027 (few need it)
-        self, steps: int | None, remaining: int | None = None
-    ) -> None:
+    def set_run_length(self, steps: int | None) -> None:  # noqa: B027
         """Set the number of training steps of the run that `fit` announces.
 
-        `steps` counts all epochs, `remaining` those from `initial_epoch` on;
-        None is unknown. Called on every worker after `attach`, possibly before
-        the state exists. Not called in custom training loops.
+        `steps` counts all epochs; None is unknown. Called on every worker
+        after `attach`, possibly before the state exists. Not called in custom
+        training loops.
         """
 
     @abc.abstractmethod

@@ -8,17 +8,24 @@ from typing import Any, ClassVar, Self
 
 import keras
 import tensorflow as tf
+from keras.optimizers.schedules import LearningRateSchedule
 
 from tfkfac.capture.model_taps import BeforeTap, MetricsDecision, MetricsTap
 from tfkfac.capture.walk import detach, unbuilt
-from tfkfac.checks import check_count
+from tfkfac.checks import check_count, check_range
 from tfkfac.compat.models import is_saving_legacy_file, legacy_variables
-from tfkfac.compat.optimizers import knows_variable, variable_key
+from tfkfac.compat.optimizers import (
+    knows_variable,
+    rate_of,
+    raw_iterations,
+    variable_key,
+)
 from tfkfac.compat.optimizers import trainable_variables as known_variables
 from tfkfac.compat.strategies import repair
 from tfkfac.distributed.agreement import check_agreement
-from tfkfac.loss.batch import LossBatch, LossTap
+from tfkfac.loss.batch import LossBatch, LossTap, record_loss
 from tfkfac.loss.shares import LossScaling
+from tfkfac.schedules.fit_decay import FitDecay, RunPlan
 from tfkfac.shell.arguments import check_inner, restore_value, setting
 from tfkfac.shell.averages import AveragingOptimizer
 from tfkfac.shell.method import Method
@@ -28,7 +35,6 @@ from tfkfac.shell.model import (
     plain,
     uses_xla,
 )
-from tfkfac.shell.rest import follows
 from tfkfac.shell.saving import SavedState
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, weigh_loss
@@ -69,8 +75,10 @@ class SecondOrderOptimizer(AveragingOptimizer):
         self.max_skipped_steps = max_skipped_steps
         self._skipped_in_a_row = 0  # upper bound
         self._job: Job | None = None
+        self.plan = RunPlan()
+        self._bind_schedules()
         # Checkpoints follow the attributes of an optimizer.
-        self._saved_state = SavedState(name, method)
+        self._saved_state = SavedState(name, method, self.plan)
         repair(tf.distribute.get_strategy())
 
     # ---------------------------------------------------------- the config
@@ -174,7 +182,6 @@ class SecondOrderOptimizer(AveragingOptimizer):
                 self.inner_optimizer,
                 self._scaling,
                 self.rest_optimizer,
-                follows(self.inner_optimizer),
             )
         self._job.loss_terms = loss_terms
         LossTap.open(model)
@@ -333,14 +340,21 @@ class SecondOrderOptimizer(AveragingOptimizer):
         examples. Keras' `train_step` calls this method. A custom training loop
         may call it under the tape, after `model.compute_loss`.
 
+        In a loop without `compute_loss` it passes the loss to the optimizer;
+        the length of spectral steps depends on it. Pass the mean negative
+        log-likelihood of the examples, divided by the number of replicas.
+
         Args:
-            loss: The result of `compute_loss`.
+            loss: The result of `compute_loss`, or the loss of the loop.
 
         Returns:
             The loss to differentiate.
         """
         job = self._job
-        if job is None or job.topology.replicas == 1:
+        if job is None:
+            return loss
+        record_loss(job.model, loss)
+        if job.topology.replicas == 1:
             return loss
         self.build_in_scope(job.model.trainable_variables)
         return weigh_loss(loss, job, self.method.peers(job.rank))
@@ -439,7 +453,23 @@ class SecondOrderOptimizer(AveragingOptimizer):
         """
         self._check_built()
         events = [f"{text}: {count}" for text, count in self.events().items()]
-        print_fn("\n".join([*self.method.summary(), *events]))
+        rate = self._rate_lines()
+        print_fn("\n".join([*self.method.summary(), *rate, *events]))
+
+    def _rate_lines(self) -> list[str]:
+        """Line of the summary on a `FitDecay`, if there is one."""
+        if not isinstance(self._inner_rate, FitDecay):
+            return []
+        end, rate = self.plan.end, f"{float(self.learning_rate):.4g}"
+        if float(self.plan.rate) >= 0:
+            return [f"Learning rate: {rate}, set during training."]
+        if end is None:
+            return [f"Learning rate: {rate}, constant: no length known."]
+        start = int(self.plan.start)
+        return [
+            f"Learning rate: {rate}, falls linearly to 0 from update "
+            f"{start:,} to {end:,}."
+        ]
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of this replica's curvature state by name."""
@@ -494,7 +524,42 @@ class SecondOrderOptimizer(AveragingOptimizer):
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
-        self.inner_optimizer.learning_rate = value
+        """Set the rate; a number ends the decay of a `FitDecay` for good."""
+        is_schedule = isinstance(value, LearningRateSchedule)
+        if is_schedule or not isinstance(self._inner_rate, FitDecay):
+            self.inner_optimizer.learning_rate = value
+            self._bind_schedules()
+        else:
+            value = float(tf.convert_to_tensor(value))
+            self.plan.rate.assign(check_range("learning_rate", value, 0))
+
+    @property
+    def _inner_rate(self) -> Any:
+        return rate_of(self.inner_optimizer)
+
+    def _bind_schedules(self) -> None:
+        """Let each `FitDecay` follow the plan of this optimizer."""
+        for optimizer in self._optimizers:
+            rate = rate_of(optimizer)
+            if isinstance(rate, FitDecay):
+                rate.follow(self.plan, optimizer is self.inner_optimizer)
+
+    def begin_run(self, steps: int) -> None:
+        """Begin a run of known length, for `tfkfac.schedules.FitDecay`.
+
+        For a training loop of your own: the learning rate falls linearly to 0
+        over the next `steps` updates. `fit` does this itself.
+
+        Args:
+            steps: Number of updates of the weights, at least 1. With gradient
+                accumulation, an update is several batches.
+
+        Raises:
+            TypeError: If `steps` is not an integer.
+            ValueError: If `steps` is less than 1.
+        """
+        steps = check_count("steps", steps, 1)
+        self.plan.begin(int(raw_iterations(self.inner_optimizer)), steps)
 
     @property
     def iterations(self) -> Any:

@@ -34,6 +34,7 @@ from tfkfac.saving.store import (
     share_key,
     write_format,
 )
+from tfkfac.schedules.fit_decay import RunPlan
 from tfkfac.shell.method import Method
 from tfkfac.training.job import Job
 
@@ -53,9 +54,10 @@ class SavedState(tf.train.experimental.PythonState):
     contain it: it serves a model and cannot train it.
     """
 
-    def __init__(self, name: str, method: Method) -> None:
+    def __init__(self, name: str, method: Method, plan: RunPlan) -> None:
         self._name = name
         self._method = method
+        self._plan = plan
         self._job: Job | None = None
         # Fingerprint of the training position, and the state on process 0.
         self._gathered: tuple[Any, dict[str, np.ndarray] | None] | None = None
@@ -143,9 +145,10 @@ class SavedState(tf.train.experimental.PythonState):
         section = f"{len(seeds)} seed generators"
         for place, rank in enumerate(job.topology.local):
             contents = self._method.contents(rank)
-            contents.entries.insert(
-                0, Entry("", "skipped_steps", job.skipped[place])
-            )
+            contents.entries[:0] = [
+                Entry("", "skipped_steps", job.skipped[place]),
+                *self._plan.entries(),
+            ]
             if seeds:
                 resets = {**contents.optional_sections, section: lambda: None}
                 contents = dataclasses.replace(
@@ -166,10 +169,13 @@ class SavedState(tf.train.experimental.PythonState):
 
     def _fingerprint(self, job: Job) -> list[int]:
         """Counts that change in every step, also in a skipped one."""
+        plan = {entry.key for entry in self._plan.entries()}
         counts = [
             entry.variable
             for entry in next(iter(self._entries().values()))
-            if entry.variable.dtype.is_integer and entry.shape == ()
+            if entry.variable.dtype.is_integer
+            and entry.shape == ()
+            and entry.key not in plan
         ]
         iterations = raw_iterations(job.inner_optimizer)
         return [int(count.numpy()) for count in (iterations, *counts)]

@@ -1,6 +1,7 @@
 """Callback that supervises each `fit` with an optimizer of tfkfac."""
 
 import collections
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +34,7 @@ class Supervision(keras.callbacks.Callback):
       end of `fit` it prints them; compiled with XLA, a step cannot print them.
 
     After `on_train_begin` of all callbacks, `last` passes the number of steps
-    to the method and compares the positions of the workers.
+    to the method and the schedules, and compares the positions of the workers.
 
     Args:
         optimizer: The optimizer.
@@ -55,6 +56,8 @@ class Supervision(keras.callbacks.Callback):
         self._is_alone = True
         self._frequencies: set[str | int | None] = set()
         self._batches = 0
+        # Update at which the first epoch of unknown length began.
+        self._first_update: int | None = None
         self._events_before: collections.Counter[tuple[str, int]]
         self._events: collections.Counter[str] = collections.Counter()
 
@@ -93,6 +96,14 @@ class Supervision(keras.callbacks.Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._first_update is not None:
+            # The first epoch has shown the number of updates of an epoch.
+            updates = int(self._optimizer.iterations) - self._first_update
+            epochs = self.params["epochs"] - epoch - 1
+            self._optimizer.plan.begin(
+                int(self._optimizer.iterations), epochs * updates
+            )
+            self._first_update = None
         self._count_events()
         if not self._is_alone:
             comparison.compare_bits(self._optimizer)
@@ -140,14 +151,32 @@ class Supervision(keras.callbacks.Callback):
             [{"callbacks": worker["callbacks"]} for worker in workers],
         )
 
+    def _plan_run(self, epoch: int, epochs: int, steps: int | None) -> None:
+        """Begin the plan of `FitDecay`; a resumed run has its plan already.
+
+        The plan in a loaded state is that of this run if both end together,
+        within an epoch: a backup may be from the middle of one.
+        """
+        plan, now = self._optimizer.plan, int(self._optimizer.iterations)
+        if steps is None:
+            if plan.end is None or epoch == 0:
+                plan.begin(now, 0)
+                self._first_update = now
+            return
+        # FOSI and GaussNewton do not accumulate gradients.
+        batches = getattr(self._optimizer, "gradient_accumulation_steps", None)
+        updates = math.ceil(steps / (batches or 1))
+        length = (epochs - epoch) * updates
+        if plan.end is None or abs(plan.end - now - length) >= updates:
+            plan.begin(now, max(length, 0))
+
     def _start_run(self) -> None:
         """Pass the number of steps to the method; compare the workers."""
         epochs, steps = self.params.get("epochs"), self.params.get("steps")
         epoch = first_epoch(self.model, self._initial_epoch)
-        total = remaining = None
-        if steps is not None:
-            total, remaining = epochs * steps, (epochs - epoch) * steps
-        self._optimizer.method.set_run_length(total, remaining)
+        total = None if steps is None else epochs * steps
+        self._optimizer.method.set_run_length(total)
+        self._plan_run(epoch, epochs, steps)
         if not self._is_alone:
             run = {
                 "epoch": epoch,

@@ -126,6 +126,7 @@ def _supervise(
                     stack.enter_context(callback)
             first = given.get("initial_epoch", 0)
             supervision = Supervision(optimizer, callbacks, first)
+            stack.callback(optimizer.plan.begin, 0, 0)  # rates are at the peak
             yield [supervision, *callbacks, supervision.last]
 
     def evaluate(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -135,8 +135,6 @@ class Job:
             replica; empty if there is one replica.
         loss_terms: Number of terms of a loss that is not computed by
             `compute_loss`, or a function that returns it.
-        inner_follows: True if the learning rate of the inner optimizer is
-            proportional to the rate of the rest optimizer.
         losses: Log of the likelihoods that the losses matched.
     """
 
@@ -147,12 +145,10 @@ class Job:
         inner_optimizer: keras.optimizers.Optimizer,
         scaling: LossScaling | None = None,
         rest_optimizer: keras.optimizers.Optimizer | None = None,
-        inner_follows: bool = False,
     ) -> None:
         self.name = name
         self.inner_optimizer = inner_optimizer
         self.rest_optimizer = rest_optimizer
-        self.inner_follows = inner_follows
         self.scaling = LossScaling(name) if scaling is None else scaling
         self.loss_terms: int | Callable[[], tf.Tensor] | None = None
         self.losses = LossLog()

@@ -261,11 +261,9 @@ class Step:
         if rest is not None:
             uncovered = [p for p in pairs if knows_variable(rest, p[1])]
             covered = [p for p in pairs if not knows_variable(rest, p[1])]
+            # The rest optimizer, whose rate may follow the inner's, goes
+            # first: before the inner one counts this step.
             tasks = [(rest, uncovered, None), (inner, covered, update.after)]
-        # The optimizer whose rate follows the other's goes first, before the
-        # other counts this step.
-        if self.job.inner_follows:
-            tasks.reverse()
         for optimizer, gradients, after in tasks:
             with updates_in_replica(optimizer, after):
                 apply_or_count(optimizer, gradients)

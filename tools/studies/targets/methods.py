@@ -2,7 +2,8 @@
 
 A method is NAME[:KEY=VALUE...] with arguments of the constructor. Of "kfac",
 `rest=adam` makes the rest optimizer Adam with the rate that was best for Adam.
-With `schedule=constant` at the end, rates are constant.
+With `schedule=constant` at the end, rates are constant. "kfac" alone is
+`KFAC()` with Adam's batch, `epochs=0.5` in half of Adam's epochs.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from targets.problems import Problem
 from targets.run import Run
 
 BASELINES = ("sgd", "adam", "adamw", "muon")
+SCHEDULE_FREE = "schedulefree"
 KFAC = "kfac"
 OUTSIDE = ".py"  # is in the name of an optimizer from a file
 CONSTANT = ":schedule=constant"  # ends the name of a method
@@ -41,7 +43,7 @@ class Grid(NamedTuple):
 def parse(text: str) -> Variant:
     """Parse a method."""
     variant = parse_variant(text)
-    known = (*BASELINES, KFAC)
+    known = (*BASELINES, SCHEDULE_FREE, KFAC)
     if variant.name not in known and OUTSIDE not in variant.name:
         raise argparse.ArgumentTypeError(
             f"{text!r} is none of {', '.join(known)}"
@@ -64,6 +66,12 @@ def outside(text: str) -> tuple[str, str]:
     return f"{path.name}:{function}={digest}", str(path)
 
 
+def is_untuned(method: str) -> bool:
+    """Return True for `KFAC()`, with Adam's batch and no other setting."""
+    variant = parse(method)
+    return variant.name == KFAC and set(variant.arguments) <= {"epochs"}
+
+
 def is_baseline(method: str) -> bool:
     """Return True if a method is not K-FAC."""
     return parse(method).name != KFAC
@@ -72,6 +80,9 @@ def is_baseline(method: str) -> bool:
 def grid_of(method: str, problem: Problem) -> Grid:
     """Return the settings that are tried of a method on a problem."""
     name = parse(method).name
+    if is_untuned(method):
+        share = float(parse(method).arguments.get("epochs", 1))
+        return Grid((None,), (0.0,), (share,))
     if name == KFAC:
         return Grid((None,), shares=(0.5, 1.0))
     rates = problem.rates.get(name, problem.rates["adam"])
@@ -81,8 +92,9 @@ def grid_of(method: str, problem: Problem) -> Grid:
 
 
 def follows_adam(method: str) -> bool:
-    """Return True if a method has the best rate of Adam."""
-    return parse(method).arguments.get("rest") == "adam"
+    """Return True if a method has the best rate or batch of Adam."""
+    is_rest = parse(method).arguments.get("rest") == "adam"
+    return is_rest or is_untuned(method)
 
 
 def is_constant(method: str) -> bool:
@@ -126,6 +138,10 @@ def make_optimizer(run: Run, steps: int, model: Any, path: str | None) -> Any:
     schedule: Callable[[float], Any] = falling
     if arguments.pop("schedule", None) is not None:
         schedule = float
+    if is_untuned(run.method):
+        import tfkfac
+
+        return tfkfac.KFAC()
     if variant.name == KFAC:
         return _kfac(run, steps, arguments, schedule)
     assert run.rate is not None
@@ -149,6 +165,7 @@ def make_optimizer(run: Run, steps: int, model: Any, path: str | None) -> Any:
         "adam": keras.optimizers.Adam,
         "adamw": keras.optimizers.AdamW,
         "muon": keras.optimizers.Muon,
+        SCHEDULE_FREE: keras.optimizers.ScheduleFreeAdamW,
     }
     return types[variant.name](**{**options, **arguments})
 

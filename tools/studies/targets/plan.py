@@ -17,7 +17,13 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from targets.methods import Grid, follows_adam, grid_of, is_baseline
+from targets.methods import (
+    Grid,
+    follows_adam,
+    grid_of,
+    is_baseline,
+    is_untuned,
+)
 from targets.problems import TINY, problem_of
 from targets.results import finals, loss_of, seconds_of, settings_of
 from targets.run import FINAL, SEARCH, Run
@@ -79,18 +85,21 @@ class Plan:
         """Yield all rates with all batches."""
         tiny = self.size == TINY
         for problem, method in self._pairs(methods):
-            rest = None
+            rest, batches = None, self._batches(problem)
+            grid, untuned = self._grid(problem, method), is_untuned(method)
             if follows_adam(method):
                 adam = self.chosen(problem, "adam", records)
                 if adam is None:
                     continue
-                rest = adam.rate
-            grid = self._grid(problem, method)
+                if untuned:
+                    batches = (adam.batch,)
+                else:
+                    rest = adam.rate
             for seed, share, rate, batch in itertools.product(
                 self._first_seeds,
-                (1.0,) if tiny else grid.shares,
+                (1.0,) if tiny and not untuned else grid.shares,
                 grid.rates,
-                self._batches(problem),
+                batches,
             ):
                 yield Run(
                     FINAL if tiny else SEARCH,

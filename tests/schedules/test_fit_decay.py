@@ -1,0 +1,308 @@
+"""`FitDecay`: rates over `fit`, resumed runs, rates set during training."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfkfac
+from tests.support.small import (
+    FEATURES,
+    data,
+    loss,
+    mlp,
+    summary_text,
+)
+
+Adam, SGD = keras.optimizers.Adam, keras.optimizers.SGD
+Decay = keras.optimizers.schedules.PolynomialDecay
+X, Y = data(60)  # 4 batches of 16, the last one of 12
+STEPS = 4
+
+
+class Rates(keras.callbacks.Callback):
+    """Record the learning rate before each batch, and save the model."""
+
+    def __init__(self, files: str = "", fail_after: int | None = None) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+        self._files = files
+        self._fail_after = fail_after
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if len(self.rates) == self._fail_after:
+            raise RuntimeError("crash")
+        self._rate = float(self.model.optimizer.learning_rate)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.rates.append(self._rate)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._files:
+            self.model.save(self._files.format(epoch=epoch))
+
+
+LEFT: dict[str, Any] = {"skip_layers": ["logits"]}  # to the rest optimizer
+
+
+def compiled(optimizer: Any = None) -> Any:
+    model = mlp()
+    if optimizer is None:
+        optimizer = tfkfac.KFAC(step="spectral", **LEFT)
+    model.compile(optimizer, loss())
+    return model
+
+
+def fit(model: Any, *callbacks: Any, **options: Any) -> list[float]:
+    """Learning rate of each batch of a `fit`."""
+    rates = Rates()
+    if "x" not in options:
+        options |= {"x": X, "y": Y, "batch_size": 16}
+    options = {"epochs": 2, "shuffle": False, "verbose": 0} | options
+    model.fit(callbacks=[*callbacks, rates], **options)
+    return rates.rates
+
+
+def linear(length: int, steps: int | None = None) -> list[float]:
+    return [1 - i / length for i in range(steps or length)]
+
+
+def batches() -> Iterator[Any]:
+    for i in range(0, 60, 16):
+        yield X[i : i + 16], Y[i : i + 16]
+
+
+def unknown_length() -> tf.data.Dataset:
+    """A dataset of 4 batches whose cardinality Keras does not know."""
+    kinds = tf.TensorSpec([None, FEATURES]), tf.TensorSpec([None], tf.int64)
+    return tf.data.Dataset.from_generator(batches, output_signature=kinds)
+
+
+# ----------------------------------------------------------------- the rates
+def test_default_is_polynomial_decay_over_the_fit() -> None:
+    """Equal, bit for bit, to schedules of the known number of updates."""
+    length = 2 * STEPS
+    explicit = tfkfac.KFAC(
+        step="spectral",
+        learning_rate=Decay(1.0, length, 0.0),
+        rest_optimizer=Adam(Decay(0.01, length, 0.0)),
+        **LEFT,
+    )
+    ours, other = compiled(), compiled(explicit)
+    assert fit(ours) == fit(other) == pytest.approx(linear(length))
+    for a, b in zip(ours.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({"epochs": 1}, linear(4)),
+        ({"epochs": 3, "initial_epoch": 1}, linear(8)),
+        ({"x": unknown_length().repeat(), "steps_per_epoch": 3}, linear(6)),
+        ({"x": unknown_length(), "epochs": 1}, [1.0] * 4),
+        ({"x": unknown_length(), "epochs": 3}, [1.0] * 4 + linear(8)),
+    ],
+)
+def test_rates_of_each_fit(options: Any, rates: list[float]) -> None:
+    """Each `fit` falls from the peak over its own length, in one trace."""
+    traces = []
+
+    def traced_loss(y: Any, p: Any) -> Any:
+        traces.append(1)
+        return loss()(y, p)
+
+    model = mlp()
+    model.compile(tfkfac.KFAC(step="spectral"), traced_loss)
+    assert fit(model, **options) == pytest.approx(rates)
+    before = len(traces)
+    assert fit(model, **options) == pytest.approx(rates)
+    assert len(traces) == before
+    assert float(model.optimizer.learning_rate) == 1
+
+
+def test_natural_steps_fall_from_a_tenth() -> None:
+    model = compiled(tfkfac.KFAC(step="natural", **LEFT))
+    rest = model.optimizer.rest_optimizer
+    rest_rates: list[float] = []
+    seen = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda *_, **__: rest_rates.append(
+            float(rest.learning_rate)
+        )
+    )
+    rates = fit(model, seen)
+    assert rates == pytest.approx([0.1 * share for share in linear(8)])
+    assert rest_rates == pytest.approx([0.01 * rate for rate in rates])
+
+
+def test_length_counts_updates_of_accumulated_gradients() -> None:
+    optimizer = tfkfac.KFAC(step="spectral", gradient_accumulation_steps=2)
+    rates = fit(compiled(optimizer))
+    assert rates == pytest.approx(np.repeat(linear(4), 2))
+
+
+def test_several_steps_in_one_execution() -> None:
+    ours, other = compiled(), mlp()
+    optimizer = tfkfac.KFAC(step="spectral", **LEFT)
+    other.compile(optimizer, loss(), steps_per_execution=2)
+    fit(ours)
+    fit(other)
+    for a, b in zip(ours.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_rest_and_inner_optimizers_of_the_user() -> None:
+    """A given optimizer may use the schedule; others keep their rates."""
+    rest = Adam(tfkfac.schedules.FitDecay(0.003))
+    fosi = tfkfac.FOSI(Adam(tfkfac.schedules.FitDecay(1.0)))
+    assert fit(compiled(fosi)) == pytest.approx(linear(8))
+    model = compiled(tfkfac.KFAC(0.2, rest_optimizer=rest, **LEFT))
+    shown: list[float] = []
+    seen = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda *_, **__: shown.append(
+            float(rest.learning_rate)
+        )
+    )
+    assert fit(model, seen) == pytest.approx([0.2] * 8)
+    assert shown == pytest.approx([0.003 * share for share in linear(8)])
+
+
+def test_schedule_outside_of_our_optimizers_is_constant() -> None:
+    assert float(Adam(tfkfac.schedules.FitDecay(0.5)).learning_rate) == 0.5
+
+
+def test_own_loop() -> None:
+    """Without a length the rate is the peak; `begin_run` tells one."""
+    model = compiled()
+    optimizer = model.optimizer
+    for _ in range(2):
+        model.train_on_batch(X, Y)
+        assert float(optimizer.learning_rate) == 1
+    assert "constant: no length known" in summary_text(optimizer)
+    optimizer.begin_run(4)
+    rates = []
+    for _ in range(5):
+        rates.append(float(optimizer.learning_rate))
+        model.train_on_batch(X, Y)
+    assert rates == pytest.approx([*linear(4), 0])
+    text = "falls linearly to 0 from update 2 to 6."
+    assert text in summary_text(optimizer)
+
+
+def test_interrupted_fit_ends_its_plan() -> None:
+    model = compiled()
+    with pytest.raises(RuntimeError, match="crash"):
+        fit(model, Rates(fail_after=3))
+    assert float(model.optimizer.learning_rate) == 1
+    assert fit(model, initial_epoch=1) == pytest.approx(linear(4))
+
+
+# ------------------------------------------------------------- resumed runs
+def test_loaded_model_goes_on(tmp_path: Any) -> None:
+    """A run that is resumed from a file is equal bit for bit."""
+    files = str(tmp_path / "{epoch}.keras")
+    whole = compiled()
+    fit(whole, Rates(files), epochs=3)
+    again = keras.models.load_model(files.format(epoch=0))
+    rates = fit(again, epochs=3, initial_epoch=1)
+    assert rates == pytest.approx(linear(12)[4:])
+    for a, b in zip(whole.get_weights(), again.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    # Another end is another run.
+    other = keras.models.load_model(files.format(epoch=0))
+    assert fit(other, epochs=4, initial_epoch=1) == pytest.approx(linear(12))
+    other = keras.models.load_model(files.format(epoch=0))
+    assert fit(other, epochs=3) == pytest.approx(linear(12))
+
+
+@pytest.mark.parametrize("save_freq", ["epoch", 2])
+@pytest.mark.parametrize("x", [X, None])
+def test_backup_goes_on(tmp_path: Any, save_freq: Any, x: Any) -> None:
+    """A run resumed by `BackupAndRestore`, also of unknown length."""
+
+    def inputs() -> dict[str, Any]:
+        return {"epochs": 3} | (
+            {} if x is not None else {"x": unknown_length()}
+        )
+
+    def backup() -> Any:
+        return keras.callbacks.BackupAndRestore(
+            str(tmp_path / "backup"), save_freq=save_freq
+        )
+
+    want = fit(compiled(), **inputs())
+    with pytest.raises(RuntimeError, match="crash"):
+        fit(compiled(), backup(), Rates(fail_after=5), **inputs())
+    got = fit(compiled(), backup(), **inputs())
+    # A backup of the fourth batch is from the middle of its epoch for Keras.
+    assert got == pytest.approx(want[-len(got) :], abs=1e-6)
+
+
+# ------------------------------------------------ rates set during training
+@pytest.mark.parametrize(
+    "callback",
+    [
+        lambda: keras.callbacks.LearningRateScheduler(
+            lambda epoch, rate: 0.25 if epoch else rate
+        ),
+        lambda: keras.callbacks.ReduceLROnPlateau(
+            "loss", patience=1, min_delta=1e9, min_lr=0.25, cooldown=9
+        ),
+    ],
+)
+def test_callbacks_that_set_the_rate_end_the_decay(
+    callback: Callable[[], Any], tmp_path: Any
+) -> None:
+    model = compiled()
+    optimizer, file = model.optimizer, str(tmp_path / "model.keras")
+    rates = fit(model, callback(), epochs=4)
+    constant = float(optimizer.learning_rate)
+    assert rates[-STEPS:] == [constant] * STEPS
+    assert float(optimizer.rest_optimizer.learning_rate) == pytest.approx(
+        0.01 * constant
+    )
+    assert "set during training" in summary_text(optimizer)
+    model.save(file)
+    for again in (model, keras.models.load_model(file)):
+        assert fit(again) == [constant] * 8
+
+
+@pytest.mark.parametrize("value", [-0.5, float("nan")])
+def test_rates_that_cannot_be_set(value: float) -> None:
+    optimizer = tfkfac.KFAC(step="spectral")
+    with pytest.raises(ValueError, match="`learning_rate` must be a number"):
+        optimizer.learning_rate = value
+
+
+# ------------------------------------------------------------- other users
+@pytest.mark.parametrize(
+    "wrap", [keras.optimizers.LossScaleOptimizer, tfkfac.LossScaleOptimizer]
+)
+def test_loss_scale_optimizers_and_mixed_precision(wrap: Any) -> None:
+    policy = keras.mixed_precision.dtype_policy()
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        model = mlp()
+    finally:
+        keras.mixed_precision.set_global_policy(policy)
+    scaler = wrap(tfkfac.KFAC(step="spectral"), initial_scale=4.0)
+    model.compile(scaler, loss())
+    assert fit(model) == pytest.approx(linear(8))
+    scaler.learning_rate = 0.5
+    assert fit(model) == [0.5] * 8
+
+
+def test_config() -> None:
+    rest = SGD(tfkfac.schedules.FitDecay(0.3))
+    optimizer = tfkfac.KFAC(step="spectral", rest_optimizer=rest)
+    again = tfkfac.KFAC.from_config(optimizer.get_config())
+    assert again.get_config() == optimizer.get_config()
+    again.begin_run(4)
+    again.inner_optimizer.iterations.assign(1)
+    again.rest_optimizer.iterations.assign(1)
+    assert float(again.learning_rate) == 0.75
+    rest_rate = float(again.rest_optimizer.learning_rate)
+    assert rest_rate == pytest.approx(0.225)

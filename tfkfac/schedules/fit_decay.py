@@ -1,0 +1,96 @@
+"""Learning rate that falls to 0 over the length of a `fit`."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.optimizers.schedules import LearningRateSchedule
+
+from tfkfac.checks import check_range
+from tfkfac.saving.slots import Slots
+
+
+class RunPlan(Slots):
+    """Start and length of a training run, for `FitDecay`.
+
+    Attributes:
+        start: Number of updates before the run.
+        length: Number of updates of the run; 0 while it is unknown.
+        rate: Learning rate that the user has set during training, which ends
+            the decay of the inner optimizer; negative if none is set.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("run")
+        self.start = self.slot("run_start")
+        self.length = self.slot("run_length")
+        self.rate = self.slot("set_learning_rate", (), "float32", -1.0)
+
+    def begin(self, start: int, length: int) -> None:
+        """Plan a run of `length` updates from the update `start` on."""
+        self.start.assign(start)
+        self.length.assign(length)
+
+    @property
+    def end(self) -> int | None:
+        """Number of updates at the end of the run; None if unknown."""
+        length = int(self.length.numpy())
+        return int(self.start.numpy()) + length if length else None
+
+    def remaining_share(self, update: tf.Tensor) -> tf.Tensor:
+        """`clip(1 - (t - start) / length, 0, 1)`; 1 for an unknown length."""
+        done = tf.cast(update, tf.int64) - self.start
+        done = tf.clip_by_value(done, 0, self.length)
+        length = tf.maximum(self.length, 1)
+        return 1.0 - tf.cast(done, tf.float32) / tf.cast(length, tf.float32)
+
+
+@keras.saving.register_keras_serializable(package="tfkfac")
+class FitDecay(LearningRateSchedule):
+    """Learning rate that falls linearly to 0 over each `fit`.
+
+    `rate(t) = peak * clip(1 - (t - t0) / T, 0, 1)` at the update t. T is the
+    number of updates of the `fit`, t0 the update at its beginning. They are
+    part of the optimizer's state, so that an interrupted run that is resumed
+    goes on with the same rates. Each `fit` starts at the peak.
+
+    If Keras does not know the number of batches, the rate is constant in the
+    first epoch and falls linearly over the others. Outside of `fit` the rate
+    is constant, unless `optimizer.begin_run(steps)` tells the length.
+
+    Use it in `tfkfac.KFAC` or `tfkfac.FOSI`, as the learning rate of the inner
+    or the rest optimizer. In any other optimizer the rate is constant.
+
+    >>> tfkfac.KFAC(rest_optimizer=keras.optimizers.AdamW(
+    ...     tfkfac.schedules.FitDecay(0.003), weight_decay=0.01))
+
+    Args:
+        peak: Learning rate at the beginning, at least 0.
+
+    Raises:
+        ValueError: If `peak` is not a number of at least 0.
+    """
+
+    def __init__(self, peak: float) -> None:
+        super().__init__()
+        self.peak = check_range("peak", peak, 0)
+        self._plan: RunPlan | None = None
+        self._can_be_set = False
+
+    def follow(self, plan: RunPlan, can_be_set: bool) -> None:
+        """Use the plan of an optimizer, and its `rate` if `can_be_set`."""
+        self._plan, self._can_be_set = plan, can_be_set
+
+    def __call__(self, step: tf.Tensor) -> tf.Tensor:
+        """Return the learning rate at the update `step`, float32."""
+        peak = tf.constant(self.peak, tf.float32)
+        if self._plan is None:
+            return peak
+        rate = peak * self._plan.remaining_share(step)
+        if not self._can_be_set:
+            return rate
+        return tf.where(self._plan.rate < 0, rate, self._plan.rate)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {"peak": self.peak}
