@@ -155,7 +155,7 @@ def spread(distribution: str, fraction: Any = None, **arguments: Any) -> Any:
     names = {"assignment", "symmetric", "factor_dtype", "inverse_dtype"}
     wire = {k: arguments.pop(k) for k in names & set(arguments)}
     mode = tfkfac.Distribution(distribution, fraction, **wire)
-    return KFAC(distribution=mode, **arguments)
+    return KFAC(distribution=mode, **{"step": "natural", **arguments})
 
 
 P = functools.partial
@@ -187,7 +187,7 @@ def scheduled() -> Any:
 
 def scaled() -> Any:
     """K-FAC with a loss scale."""
-    return tfkfac.LossScaleOptimizer(KFAC(), 1024.0)
+    return tfkfac.LossScaleOptimizer(KFAC(step="natural"), 1024.0)
 
 
 # By place: models, name of the run, optimizer, and arguments of `compile`

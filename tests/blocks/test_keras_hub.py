@@ -187,7 +187,7 @@ def test_llama(tie_weights: bool) -> None:
         tie_word_embeddings=tie_weights,
     )
     model = hub.models.Llama3CausalLM(backbone=backbone, preprocessor=None)
-    optimizer = tfkfac.KFAC()
+    optimizer = tfkfac.KFAC(step="natural")
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

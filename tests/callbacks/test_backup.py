@@ -332,7 +332,7 @@ def wide() -> Any:
     model = keras.Sequential(
         [keras.Input((FEATURES,)), layers.Dense(1000), layers.Dense(CLASSES)]
     )
-    model.compile(tfkfac.KFAC(), loss())
+    model.compile(tfkfac.KFAC(step="natural"), loss())
     return model
 
 

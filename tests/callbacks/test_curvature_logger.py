@@ -65,7 +65,9 @@ def test_trace_and_condition_of_the_dense_block(factor: str) -> None:
 
 
 def test_scalars_of_kfac(tmp_path: Path) -> None:
-    optimizer = tfkfac.KFAC(factor_update_interval=2, inverse_update_interval=6)
+    optimizer = tfkfac.KFAC(
+        step="natural", factor_update_interval=2, inverse_update_interval=6
+    )
     _, history = fit(optimizer, CurvatureLogger(tmp_path, every=3))
     logged = written(tmp_path)
     assert sorted({step for step, _ in logged}) == [3, 6, 8, 9, 12, 15, 16]

@@ -76,7 +76,7 @@ def test_warning_for_another_gradient(capfd: Any) -> None:
     assert message in capfd.readouterr().err
     assert "gradients of other passes in block: 1" in summary_text(optimizer)
     model = mlp()
-    optimizer = tfkfac.KFAC().attach(model)
+    optimizer = tfkfac.KFAC(step="natural").attach(model)
     gradients = gradients_of(model, *data())
     optimizer.apply([tf.ones_like(g) for g in gradients], model.weights)
     assert "tfkfac" not in capfd.readouterr().err

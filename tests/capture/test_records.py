@@ -60,7 +60,7 @@ def test_unused_records_are_dropped() -> None:
 
 def test_another_tape_between_backward_pass_and_step() -> None:
     model = mlp()
-    optimizer = tfkfac.KFAC().attach(model)
+    optimizer = tfkfac.KFAC(step="natural").attach(model)
     gradients = gradients_of(model, X, Y)
     with tf.GradientTape():
         model(X[:2])
@@ -105,7 +105,7 @@ def test_taps_are_transparent_to_derivatives(derivative: Any) -> None:
 def test_gradient_penalty_trains() -> None:
     """Nested tapes record each call of a layer once."""
     model = mlp()
-    optimizer = tfkfac.KFAC().attach(model)
+    optimizer = tfkfac.KFAC(step="natural").attach(model)
     for _ in range(2):
         optimizer.apply(gradient_penalty(model), model.trainable_variables)
     a = append_one(X.astype(np.float64))

@@ -205,7 +205,7 @@ def test_layer_in_a_wrapper_is_covered() -> None:
     inner = layers.Dense(3, name="inner")
     wrapper = layers.SpectralNormalization(inner, name="wrapper")
     model = sequential(wrapper, layers.Dense(CLASSES, name="logits"))
-    model.compile(tfkfac.KFAC(), loss(), run_eagerly=True)
+    model.compile(tfkfac.KFAC(step="natural"), loss(), run_eagerly=True)
     model.train_on_batch(X, Y)
     blocks = kfac_of(model).factors()
     assert list(blocks) == ["wrapper/inner", "logits"]

@@ -34,7 +34,7 @@ def test_compile_changes_nothing_of_the_model() -> None:
     config = model.get_config()
     names = [v.path for v in model.weights]
     want = model.predict(X, verbose=0)
-    model.compile(tfkfac.KFAC(), loss())
+    model.compile(tfkfac.KFAC(step="natural"), loss())
     assert model.get_config() == config
     np.testing.assert_array_equal(model.predict(X, verbose=0), want)
     model.train_on_batch(X, Y)
@@ -69,7 +69,7 @@ def test_activation_is_restored_after_a_call() -> None:
 
     layer = layers.Dense(CLASSES, activation=activation, name="block")
     model = keras.Sequential([keras.Input((FEATURES,)), layer])
-    model.compile(tfkfac.KFAC(), loss(), run_eagerly=True)
+    model.compile(tfkfac.KFAC(step="natural"), loss(), run_eagerly=True)
     model.train_on_batch(X, Y)
     assert layer.activation is activation
     broken = True
@@ -97,7 +97,7 @@ def test_user_overrides_are_restored() -> None:
         return tf.reduce_mean(tf.square(y_pred))
 
     object.__setattr__(model, "compute_loss", compute_loss)
-    model.compile(tfkfac.KFAC(), loss(), run_eagerly=True)
+    model.compile(tfkfac.KFAC(step="natural"), loss(), run_eagerly=True)
     model.train_on_batch(X, Y)
     assert calls == [1]
     model.compile("sgd", loss())
@@ -117,7 +117,7 @@ def test_input_as_a_keyword() -> None:
             return self.logits(inputs=x)
 
     model = Keywords()
-    model.compile(tfkfac.KFAC(), loss(), run_eagerly=True)
+    model.compile(tfkfac.KFAC(step="natural"), loss(), run_eagerly=True)
     model.train_on_batch(X, Y)
     blocks = kfac_of(model).factors()
     x = (X - X.mean(0)) / np.sqrt(X.var(0) + 1e-3)

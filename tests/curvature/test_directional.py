@@ -252,7 +252,7 @@ def measure() -> list[Array]:
     with floats("float64"):
         measuring = mock.patch.object(optimizers, "KFACMethod", MeasuringMethod)
         with measuring, strategy().scope():
-            optimizer = tfkfac.KFAC()
+            optimizer = tfkfac.KFAC(step="natural")
             keras.utils.set_random_seed(0)
             model = keras.Sequential(
                 [

@@ -40,7 +40,7 @@ def fisher_summary(optimizer: Any) -> str:
 
 def trained(loss: Any, y: Any, activation: str | None = None) -> Any:
     model = network(activation)
-    model.compile(tfkfac.KFAC(), loss, run_eagerly=True)
+    model.compile(tfkfac.KFAC(step="natural"), loss, run_eagerly=True)
     model.train_on_batch(X, y)
     return model.optimizer
 
@@ -67,7 +67,7 @@ def test_default_with_one_categorical_output() -> None:
     inputs = keras.Input((4,))
     model = keras.Model(inputs, [layers.Dense(3)(inputs) for _ in range(2)])
     losses = ["mse", LOSSES.SparseCategoricalCrossentropy(from_logits=True)]
-    model.compile(tfkfac.KFAC(), losses, run_eagerly=True)
+    model.compile(tfkfac.KFAC(step="natural"), losses, run_eagerly=True)
     model.train_on_batch(X, [REAL, CLASSES])
     assert fisher_summary(model.optimizer).startswith("monte_carlo")
 
@@ -84,7 +84,9 @@ def test_unusable_types_are_refused(
     fisher: str, loss: str, outputs: int, words: str
 ) -> None:
     model = network(out=outputs)
-    model.compile(tfkfac.KFAC(fisher=fisher), loss, run_eagerly=True)
+    model.compile(
+        tfkfac.KFAC(step="natural", fisher=fisher), loss, run_eagerly=True
+    )
     with pytest.raises(ValueError, match=words):
         model.train_on_batch(X, np.zeros((len(X), outputs)))
 
@@ -99,10 +101,14 @@ class Doubled(keras.Model):
 def test_loss_of_modified_outputs() -> None:
     inputs = keras.Input((4,))
     model = Doubled(inputs, layers.Dense(OUT)(inputs))
-    model.compile(tfkfac.KFAC(), "mse", run_eagerly=True)
+    model.compile(tfkfac.KFAC(step="natural"), "mse", run_eagerly=True)
     model.train_on_batch(X, REAL)
     assert fisher_summary(model.optimizer).startswith("empirical (the loss is")
-    model.compile(tfkfac.KFAC(fisher="monte_carlo"), "mse", run_eagerly=True)
+    model.compile(
+        tfkfac.KFAC(step="natural", fisher="monte_carlo"),
+        "mse",
+        run_eagerly=True,
+    )
     with pytest.raises(ValueError, match="outputs of a call of the model"):
         model.train_on_batch(X, REAL)
 
@@ -111,10 +117,10 @@ def test_custom_loops() -> None:
     """Without `compute_loss`, the distribution of the labels is unknown."""
     model = network()
     variables = model.trainable_variables
-    optimizer = tfkfac.KFAC().attach(model)
+    optimizer = tfkfac.KFAC(step="natural").attach(model)
     optimizer.apply(gradients_of(model, X, REAL, squares), variables)
     assert fisher_summary(optimizer).startswith("empirical (no loss")
-    optimizer = tfkfac.KFAC(fisher="monte_carlo").attach(model)
+    optimizer = tfkfac.KFAC(step="natural", fisher="monte_carlo").attach(model)
     gradients = gradients_of(model, X, REAL, squares)
     with pytest.raises(ValueError, match="compute_loss"):
         optimizer.apply(gradients, variables)
@@ -169,7 +175,11 @@ def test_registered_distributions() -> None:
         register(Scaled, lambda loss: Tenths(), unit=factor)
         model = network()
         before = model.get_weights()
-        model.compile(tfkfac.KFAC(fisher="type2"), Scaled(), run_eagerly=True)
+        model.compile(
+            tfkfac.KFAC(step="natural", fisher="type2"),
+            Scaled(),
+            run_eagerly=True,
+        )
         model.train_on_batch(X, REAL)
         steps.append(model.get_weights()[2] - before[2])
     assert_close(steps[1], steps[0], 2e-5)

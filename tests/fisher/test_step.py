@@ -37,7 +37,9 @@ def compiled(
 ) -> Any:
     model = network(dropout)
     model.compile(
-        tfkfac.KFAC(fisher=fisher, **options), "mse", run_eagerly=True
+        tfkfac.KFAC(step="natural", fisher=fisher, **options),
+        "mse",
+        run_eagerly=True,
     )
     return model
 
@@ -48,7 +50,7 @@ def test_dropout_mask_of_the_forward_pass_is_reused() -> None:
     model = keras.Sequential(
         [keras.Input((6,)), *model.layers[::2], model.layers[-1]]
     )
-    model.compile(tfkfac.KFAC(), "mse", run_eagerly=True)
+    model.compile(tfkfac.KFAC(step="natural"), "mse", run_eagerly=True)
     model.train_on_batch(X[:1], Y[:1])
     factors = model.optimizer.factors()
     dropped = np.diag(find(factors, "out")["A"])[:-1] == 0

@@ -68,7 +68,7 @@ def test_accuracy(build: Callable[[], Any], digits: Digits) -> None:
     x, y, test_x, test_y = digits
     keras.utils.set_random_seed(0)
     model = build()
-    model.compile(tfkfac.KFAC(), loss(), metrics=["accuracy"])
+    model.compile(tfkfac.KFAC(step="natural"), loss(), metrics=["accuracy"])
     model.fit(x, y, batch_size=64, epochs=3, verbose=0)
     accuracy = model.evaluate(test_x, test_y, verbose=0)[1]
     assert accuracy > 0.95
@@ -87,7 +87,7 @@ def test_inputs_that_are_not_normalised(digits: Digits) -> None:
     model = keras.Sequential(
         [keras.Input((8, 8, 1)), layers.Flatten(), *hidden, layers.Dense(10)]
     )
-    optimizer = tfkfac.KFAC(fisher="monte_carlo")
+    optimizer = tfkfac.KFAC(step="natural", fisher="monte_carlo")
     model.compile(optimizer, loss(), metrics=["accuracy"])
     model.fit(255 * x, y, batch_size=100, epochs=3, verbose=0)
     assert model.evaluate(255 * x, y, verbose=0)[1] > 0.9
@@ -102,7 +102,7 @@ def test_defaults_on_an_autoencoder(digits: Digits) -> None:
     hidden = [layers.Dense(n, activation="tanh") for n in sizes]
     outputs = layers.Dense(64, activation="sigmoid")
     model = keras.Sequential([keras.Input((64,)), *hidden, outputs])
-    model.compile(tfkfac.KFAC(), "binary_crossentropy")
+    model.compile(tfkfac.KFAC(step="natural"), "binary_crossentropy")
     history = model.fit(x, x, batch_size=64, epochs=4, verbose=0).history
     assert np.all(np.diff(history["loss"]) < 0)
     assert history["loss"][-1] < 0.39

@@ -25,6 +25,7 @@ from tests.support.small import FEATURES, curvature, data, gradients_of, loss
 # Step 5 of 9 is between the updates of all intervals.
 STOP, END, ROWS = 5, 9, 12
 CLOCKS: dict[str, Any] = {
+    "step": "natural",
     "factor_update_interval": 2,
     "inverse_update_interval": 3,
 }

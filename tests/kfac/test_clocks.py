@@ -180,7 +180,7 @@ def test_change_between_number_and_schedule(
     name: str, start: Any, other: Any
 ) -> None:
     """A change between number and schedule is an error after `build`."""
-    optimizer = tfkfac.KFAC(**{name: start})
+    optimizer = tfkfac.KFAC(step="natural", **{name: start})
     setattr(optimizer, name, other)
     assert getattr(optimizer, name) is other or not callable(other)
     setattr(optimizer, name, start)

@@ -123,7 +123,7 @@ def test_nan_in_sparse_gradients() -> None:
     tokens = layers.Embedding(5, 2, name="tokens")
     logits = layers.Dense(CLASSES, name="logits")
     model = sequential(tokens, layers.Flatten(), logits, shape=(3,))
-    model.compile(tfkfac.KFAC(), loss(), run_eagerly=True)
+    model.compile(tfkfac.KFAC(step="natural"), loss(), run_eagerly=True)
     x, y = np.array([[0, 1, 2], [2, 3, 4]]), np.array([0, 1])
     model.train_on_batch(x, y)
     before = everything(model)
@@ -195,7 +195,9 @@ def test_statistics_that_overflow_are_rejected(capfd: Any) -> None:
         shape=(2,),
     )
     model.compile(
-        tfkfac.KFAC(factor_update_interval=1), loss(), run_eagerly=True
+        tfkfac.KFAC(step="natural", factor_update_interval=1),
+        loss(),
+        run_eagerly=True,
     )
     x, y = np.ones((4, 2), "float32"), np.zeros(4, "int32")
     model.train_on_batch(x, y)
@@ -305,7 +307,7 @@ def test_loss_scale_of_a_custom_loop() -> None:
 
     model, plain = mlp(), compiled_mlp(eager=True)
     scaler = keras.optimizers.LossScaleOptimizer(
-        tfkfac.KFAC(), initial_scale=512.0
+        tfkfac.KFAC(step="natural"), initial_scale=512.0
     )
     before = model.get_weights()
     scaler.inner_optimizer.attach(model)

@@ -72,7 +72,7 @@ def test_model_without_a_supported_layer() -> None:
     """Warns that no layer is supported; the inner optimizer trains."""
     model = sequential(Scale(name="scale"))
     with pytest.warns(UserWarning, match=r"has no layer that K-FAC.*Adam"):
-        model.compile(tfkfac.KFAC(), "mse", run_eagerly=True)
+        model.compile(tfkfac.KFAC(step="natural"), "mse", run_eagerly=True)
     optimizer = kfac_of(model)
     assert "No layer is preconditioned." in summary_text(optimizer)
     assert list(leftovers_of(optimizer)) == ["scale:gain"]
@@ -92,14 +92,14 @@ def test_weights_used_without_calling_the_layer() -> None:
             return self.logits(x)
 
     model = Shortcut()
-    model.compile(tfkfac.KFAC(), loss())
+    model.compile(tfkfac.KFAC(step="natural"), loss())
     with pytest.raises(ValueError, match=r"'hidden'.*no call") as caught:
         model.train_on_batch(X, Y)
     advice = re.search(r"skip_layers=\['(\w+)'\]", str(caught.value))
     assert advice is not None
     model = Shortcut()
     model.build(X.shape)
-    optimizer = tfkfac.KFAC(skip_layers=[advice[1]])
+    optimizer = tfkfac.KFAC(step="natural", skip_layers=[advice[1]])
     model.compile(optimizer, loss(), run_eagerly=True)
     model.train_on_batch(X, Y)
     assert list(optimizer.factors()) == ["logits"]
@@ -109,7 +109,7 @@ def test_layer_called_in_a_nested_function() -> None:
     """A call in a nested `tf.function` raises an error that names the layer."""
     model = mlp()
     model.layers[0].call = tf.function(model.layers[0].call)
-    optimizer = tfkfac.KFAC().attach(model)
+    optimizer = tfkfac.KFAC(step="natural").attach(model)
 
     @tf.function
     def forward(x: Any) -> Any:
@@ -128,7 +128,7 @@ def test_layer_called_in_a_nested_function() -> None:
 
 def test_gradients_for_half_of_a_layer() -> None:
     model = mlp()
-    optimizer = tfkfac.KFAC().attach(model)
+    optimizer = tfkfac.KFAC(step="natural").attach(model)
     gradients = gradients_of(model, X, Y)
     gradients[1] = None
     with pytest.raises(ValueError, match=r"'hidden'.*kernel.*bias.*only"):
@@ -144,7 +144,7 @@ def test_unused_layer() -> None:
             return self.logits(x[:, :5])
 
     model = Unused()
-    model.compile(tfkfac.KFAC(), loss(), run_eagerly=True)
+    model.compile(tfkfac.KFAC(step="natural"), loss(), run_eagerly=True)
     model.train_on_batch(X, Y)
     before = model.hidden.get_weights()
     model.train_on_batch(X, Y)

@@ -88,7 +88,7 @@ def step_of(
     **options: Any,
 ) -> tuple[list[Array], Any]:
     """Weight change of one step of `KFAC`, and the optimizer."""
-    optimizer = tfkfac.KFAC(fisher=fisher)
+    optimizer = tfkfac.KFAC(step="natural", fisher=fisher)
     model.compile(optimizer, loss, run_eagerly=True, **options)
     before = model.get_weights()
     model.train_on_batch(x, y)
@@ -186,7 +186,7 @@ def test_terms_of_a_mean(case: str, sharing: str) -> None:
     if keep is not None:
         g = g * keep[..., None]
     model.compile(
-        tfkfac.KFAC(weight_sharing=sharing, fisher="empirical"),
+        tfkfac.KFAC(step="natural", weight_sharing=sharing, fisher="empirical"),
         loss,
         run_eagerly=case != "weights",
     )
@@ -203,7 +203,7 @@ def test_loss_terms_of_a_custom_loop(terms: Any) -> None:
     randomize(model)
     x = np.random.default_rng(2).normal(size=(4, 3, 4)).astype("float32")
     a, g = residuals(model, x, np.zeros((4, 3, 2)))
-    optimizer = tfkfac.KFAC().attach(model, loss_terms=terms)
+    optimizer = tfkfac.KFAC(step="natural").attach(model, loss_terms=terms)
 
     def loss(_: Any, p: Any) -> Any:
         """The mean of 12 terms, or their sum."""
@@ -221,7 +221,7 @@ def test_loss_terms_of_a_custom_loop(terms: Any) -> None:
 def test_loss_terms_are_checked() -> None:
     for value in (0, -1, 2.5, "all", True):
         with pytest.raises((TypeError, ValueError), match="`loss_terms`"):
-            tfkfac.KFAC().attach(network(), loss_terms=value)
+            tfkfac.KFAC(step="natural").attach(network(), loss_terms=value)
 
 
 # ------------------------------------------------------------ unknown losses

@@ -502,7 +502,7 @@ def test_central_storage_is_refused() -> None:
     with strategy.scope():
         model = training.small()
         with pytest.raises(ValueError, match="must be a `MirroredStrategy`"):
-            model.compile(tfkfac.KFAC(), "mse")
+            model.compile(tfkfac.KFAC(step="natural"), "mse")
 
 
 # -------------------------------------------------------------- loss terms

@@ -176,7 +176,7 @@ def test_recognised_distributions(name: str) -> None:
     """The recognised distribution in each batch, for one example or many."""
     loss, y, *activation = (KNOWN | UNKNOWN)[name]
     model = linear(*activation)
-    model.compile(tfkfac.KFAC(), loss, run_eagerly=True)
+    model.compile(tfkfac.KFAC(step="natural"), loss, run_eagerly=True)
     data = tf.data.Dataset.from_tensor_slices((X, y)).batch(ROWS - 1)
     model.fit(data, verbose=0)
     line = lines_of(model.optimizer)
@@ -198,7 +198,7 @@ def test_labels_of_other_shapes_than_outputs() -> None:
     model = keras.Sequential(
         [keras.Input((None, 4)), layers.Dense(FEATURES, name="d")]
     )
-    model.compile(tfkfac.KFAC(), loss)
+    model.compile(tfkfac.KFAC(step="natural"), loss)
 
     def batches() -> Any:
         for n, m in ((2, 3), (3, 2)):
@@ -226,7 +226,7 @@ def test_masked_labels_are_ignored() -> None:
     model = keras.Sequential(
         [keras.Input((5, 4)), layers.Masking(), layers.Dense(FEATURES)]
     )
-    model.compile(tfkfac.KFAC(), loss, run_eagerly=True)
+    model.compile(tfkfac.KFAC(step="natural"), loss, run_eagerly=True)
     model.train_on_batch(x, y)
     line = lines_of(model.optimizer)
     assert "normal in 1 steps; unit 10 in the last" in line
@@ -249,7 +249,7 @@ def test_mean_with_sample_weight() -> None:
     for scale in (1.0, 100.0):
         model = linear()
         model.compile(
-            tfkfac.KFAC(fisher="type2"),
+            tfkfac.KFAC(step="natural", fisher="type2"),
             LOSSES.SparseCategoricalCrossentropy(
                 from_logits=True, reduction="mean_with_sample_weight"
             ),
@@ -267,7 +267,7 @@ def test_sample_weights_weigh_rows_of_a_large_loss() -> None:
     w = np.where(CLASSES == 1, 1000.0, 1.0)
     model = linear()
     model.compile(
-        tfkfac.KFAC(),
+        tfkfac.KFAC(step="natural"),
         LOSSES.SparseCategoricalCrossentropy(from_logits=True),
         run_eagerly=True,
     )

@@ -37,7 +37,7 @@ def warnings_of(action: Callable[[], Any]) -> list[str]:
 
 
 def compiling(model: Any, **kwargs: Any) -> list[str]:
-    optimizer = tfkfac.KFAC(**kwargs)
+    optimizer = tfkfac.KFAC(**{"step": "natural", **kwargs})
     return warnings_of(
         lambda: model.compile(optimizer, "mse", run_eagerly=True)
     )
@@ -233,7 +233,7 @@ def test_clip_hint_of_raw_pixels(capfd: Any) -> None:
         [keras.Input((64,)), layers.Dense(64, "relu"), layers.Dense(10)]
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(tfkfac.KFAC(), loss)
+    model.compile(tfkfac.KFAC(step="natural"), loss)
     factors = []
     for _ in range(20):
         model.train_on_batch(128 + 60 * images, labels)
@@ -259,7 +259,7 @@ def test_clip_hint_of_tokens(capfd: Any) -> None:
 def test_a_custom_loop_is_warned_of_an_unobserved_loss(terms: Any) -> None:
     """Unless the number of terms is given."""
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
-    optimizer = tfkfac.KFAC().attach(model, loss_terms=terms)
+    optimizer = tfkfac.KFAC(step="natural").attach(model, loss_terms=terms)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

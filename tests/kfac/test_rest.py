@@ -57,7 +57,7 @@ def trained(
 
 @functools.cache
 def without_rest() -> dict[str, list[np.ndarray]]:
-    return trained(tfkfac.KFAC(skip_layers=["right.*"]))
+    return trained(tfkfac.KFAC(step="natural", skip_layers=["right.*"]))
 
 
 def same(one: Any, other: Any) -> None:
@@ -75,7 +75,11 @@ def same(one: Any, other: Any) -> None:
 )
 def test_each_tower_is_trained_as_if_alone(make: Any) -> None:
     """Each tower trains as if alone with its optimizer."""
-    ours = trained(tfkfac.KFAC(rest_optimizer=make(), skip_layers=["right.*"]))
+    ours = trained(
+        tfkfac.KFAC(
+            step="natural", rest_optimizer=make(), skip_layers=["right.*"]
+        )
+    )
     alone = trained(make())
     same(ours["right"], alone["right"])
     same(ours["left"], without_rest()["left"])
@@ -207,7 +211,11 @@ def test_rows_that_are_looked_up_twice_have_one_gradient() -> None:
     model = keras.Sequential(
         [keras.Input((3,)), tokens, keras.layers.Dense(CLASSES)]
     )
-    model.compile(tfkfac.KFAC(skip_layers=["tokens"]), "mse", run_eagerly=True)
+    model.compile(
+        tfkfac.KFAC(step="natural", skip_layers=["tokens"]),
+        "mse",
+        run_eagerly=True,
+    )
     before = tokens.get_weights()[0]
     model.train_on_batch(np.array([[0, 1, 1], [1, 1, 3]]), np.ones((2, 3, 1)))
     moved = np.abs(tokens.get_weights()[0] - before)
@@ -216,7 +224,9 @@ def test_rows_that_are_looked_up_twice_have_one_gradient() -> None:
 
 
 def test_a_model_without_blocks_is_trained_by_the_rest_optimizer() -> None:
-    ours = tfkfac.KFAC(rest_optimizer="nadam", skip_layers=[".*"])
+    ours = tfkfac.KFAC(
+        step="natural", rest_optimizer="nadam", skip_layers=[".*"]
+    )
     found, want = trained(ours), trained("nadam")
     for name in LABELS:
         same(found[name], want[name])
@@ -226,7 +236,10 @@ def test_a_model_without_blocks_is_trained_by_the_rest_optimizer() -> None:
 def test_summary_names_it() -> None:
     model = mlp()
     model.compile(
-        tfkfac.KFAC(rest_optimizer=None, skip_layers=["logits"]), loss()
+        tfkfac.KFAC(
+            step="natural", rest_optimizer=None, skip_layers=["logits"]
+        ),
+        loss(),
     )
     lines: list[str] = []
     model.optimizer.summary(lines.append)
@@ -248,7 +261,7 @@ def test_summary_names_it() -> None:
 )
 def test_unusable_rest_optimizers(value: Any, words: str) -> None:
     with pytest.raises(ValueError, match="`rest_optimizer` .*" + words):
-        tfkfac.KFAC(rest_optimizer=value)
+        tfkfac.KFAC(step="natural", rest_optimizer=value)
 
 
 def test_rest_must_differ_from_the_inner_optimizer() -> None:

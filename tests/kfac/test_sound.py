@@ -128,7 +128,7 @@ def test_weights_stay_near(name: str, value: float) -> None:
     With rows, the fallback works although the dense gradient is not formed.
     """
     model = wide()
-    model.compile(tfkfac.KFAC(**CASES[name]), loss())
+    model.compile(tfkfac.KFAC(**{"step": "natural", **CASES[name]}), loss())
     x, y = X[:4], Y[:4]
     for _ in range(2):
         model.train_on_batch(x, y)

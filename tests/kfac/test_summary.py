@@ -69,7 +69,7 @@ def test_summary() -> None:
 def test_summary_before_the_model_is_built(build: Callable[[], Any]) -> None:
     """An error before the model is built; a table after a step."""
     model = build()
-    optimizer = tfkfac.KFAC()
+    optimizer = tfkfac.KFAC(step="natural")
     model.compile(optimizer, loss(), run_eagerly=True)
     for report in (optimizer.summary, optimizer.state_bytes):
         with pytest.raises(ValueError, match=r"not built.*`model\.build"):
@@ -84,7 +84,7 @@ def test_reports_before_a_first_step() -> None:
     for block in optimizer.factors().values():
         assert not block["A"].any()
         assert not block["G"].any()
-    late = tfkfac.KFAC()
+    late = tfkfac.KFAC(step="natural")
     keras.Sequential([layers.Dense(2)]).compile(late)
     with pytest.raises(ValueError, match=r"no factors yet.*Train a step"):
         late.factors()

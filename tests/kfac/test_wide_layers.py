@@ -66,7 +66,7 @@ def test_wide_factors_are_sketches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_default_limit() -> None:
     """The default limit is 640, including the bias row."""
-    default = tfkfac.KFAC()
+    default = tfkfac.KFAC(step="natural")
     limit = Limit(default.max_factor_dim, method.FACTOR_RANK)
     for inputs, factor in (
         (639, Dense(640)),
@@ -192,4 +192,4 @@ def test_out_of_memory_names_the_layer() -> None:
     model = sequential(layers.Dense(1, name="huge"), shape=(7_000_000,))
     message = r"No memory for .* layer 'huge' .*max_factor_dim"
     with pytest.raises(MemoryError, match=message):
-        model.compile(tfkfac.KFAC(max_factor_dim=None), "mse")
+        model.compile(tfkfac.KFAC(step="natural", max_factor_dim=None), "mse")

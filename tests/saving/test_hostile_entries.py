@@ -18,7 +18,7 @@ def kept(name: str) -> tuple[Any, dict[str, Any]]:
     if name not in _KEPT:
         model = mlp()
         optimizer = {
-            "kfac": lambda: tfkfac.KFAC(solver="eigen"),
+            "kfac": lambda: tfkfac.KFAC(step="natural", solver="eigen"),
             "fosi": lambda: tfkfac.FOSI(warmup_steps=1),
             "gauss_newton": tfkfac.GaussNewton,
         }[name]()

@@ -31,7 +31,7 @@ def state_of(names: str, width: int = 5, **arguments: Any) -> dict[str, Any]:
     stack = [layers.Dense(width, name=name) for name in hidden]
     stack.append(layers.Dense(CLASSES, name=last))
     model = keras.Sequential([keras.Input((FEATURES,)), *stack])
-    model.compile(tfkfac.KFAC(**arguments), loss())
+    model.compile(tfkfac.KFAC(**{"step": "natural", **arguments}), loss())
     return curvature(kfac_of(model))
 
 

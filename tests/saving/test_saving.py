@@ -49,9 +49,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "plain": lambda: with_optimizer(None),
     "sgd": lambda: with_optimizer("sgd"),
     "adam": lambda: with_optimizer("adam"),
-    "kfac": lambda: with_optimizer(tfkfac.KFAC()),
+    "kfac": lambda: with_optimizer(tfkfac.KFAC(step="natural")),
     "kfac, not built": lambda: with_optimizer(
-        tfkfac.KFAC(), unbuilt_sequential
+        tfkfac.KFAC(step="natural"), unbuilt_sequential
     ),
 }
 
@@ -227,7 +227,7 @@ def test_state_tree_of_tensors() -> None:
 
 
 def test_legacy_file_in_a_loss_scale_optimizer(tmp_path: Path) -> None:
-    scaler = keras.optimizers.LossScaleOptimizer(tfkfac.KFAC())
+    scaler = keras.optimizers.LossScaleOptimizer(tfkfac.KFAC(step="natural"))
     model = with_optimizer(scaler)
     train(model, 0, 2)
     model.save(tmp_path / "model.h5")
@@ -262,7 +262,7 @@ def test_saved_without_curvature(tmp_path: Path) -> None:
 )
 def test_copies_of_a_new_optimizer(way: Callable[[Any], Any]) -> None:
     """Copies cause no warnings."""
-    optimizer = tfkfac.KFAC(damping=0.5)
+    optimizer = tfkfac.KFAC(step="natural", damping=0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert way(optimizer).damping == 0.5
@@ -306,7 +306,9 @@ def test_checkpoint_restored_before_the_first_step(tmp_path: Path) -> None:
     runs = []
     for restored in (False, True):
         model = mlp()
-        optimizer = tfkfac.KFAC(factor_update_interval=3).attach(model)
+        optimizer = tfkfac.KFAC(
+            step="natural", factor_update_interval=3
+        ).attach(model)
         saved = tf.train.Checkpoint(model=model, optimizer=optimizer)
         if restored:
             saved.restore(str(tmp_path / "checkpoint-1"))
@@ -322,7 +324,7 @@ def test_checkpoint_restored_before_the_first_step(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------- SavedModels
 def scaled() -> Any:
-    return keras.optimizers.LossScaleOptimizer(tfkfac.KFAC())
+    return keras.optimizers.LossScaleOptimizer(tfkfac.KFAC(step="natural"))
 
 
 @pytest.mark.parametrize(

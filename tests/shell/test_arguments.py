@@ -52,7 +52,7 @@ def round_trip(optimizer: Any, **options: Any) -> Any:
 def test_arguments_of_the_inner_sgd(
     arguments: Any, rate: float, momentum: float
 ) -> None:
-    inner = tfkfac.KFAC(**arguments).inner_optimizer
+    inner = tfkfac.KFAC(step="natural", **arguments).inner_optimizer
     assert type(inner) is SGD
     assert float(inner.learning_rate) == pytest.approx(rate)
     assert inner.momentum == momentum
@@ -77,7 +77,7 @@ def test_a_schedule_is_a_learning_rate(optimizer: Any, inner: Any) -> None:
 
 def test_multi_optimizer_is_refused() -> None:
     """`MultiOptimizer` creates its optimizers in the first step."""
-    multi, kfac = keras.optimizers.MultiOptimizer, tfkfac.KFAC()
+    multi, kfac = keras.optimizers.MultiOptimizer, tfkfac.KFAC(step="natural")
     first = keras.optimizers.OptimizerMap(SGD(0.1), {".*hidden/.*": kfac})
     for optimizer in (multi(first), multi(lambda variable: kfac)):
         model = mlp()
@@ -209,7 +209,7 @@ def test_gradient_worker_fraction() -> None:
 
 
 def test_changed_values_are_in_the_config() -> None:
-    for optimizer in (tfkfac.KFAC(), compiled_mlp().optimizer):
+    for optimizer in (tfkfac.KFAC(step="natural"), compiled_mlp().optimizer):
         optimizer.damping = 0.75
         optimizer.kl_clip = 0.5
         copy = round_trip(optimizer)
@@ -255,7 +255,7 @@ def test_skip_rules_round_trip() -> None:
     ]
     some += [layers.Conv1D(1, 1), RegisteredDense(1), PlainDense(1)]
     custom = {"custom_objects": {"PlainDense": PlainDense}}
-    first = tfkfac.KFAC(skip_layers=rules)
+    first = tfkfac.KFAC(step="natural", skip_layers=rules)
     copy = round_trip(round_trip(first, **custom), **custom)
     matched, copied = (
         [[matches(rule, layer, layer.name) for layer in some] for rule in of]
@@ -269,5 +269,7 @@ def test_skip_rules_round_trip() -> None:
 def test_skip_rule_without_a_layer(rule: Any) -> None:
     """A rule that matches no layer is an error of `compile`."""
     with pytest.raises(ValueError, match=r"`skip_layers`.*'mlp'") as caught:
-        mlp().compile(tfkfac.KFAC(skip_layers=["hidden", rule]), loss())
+        mlp().compile(
+            tfkfac.KFAC(step="natural", skip_layers=["hidden", rule]), loss()
+        )
     assert repr(rule) in str(caught.value)

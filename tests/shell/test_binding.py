@@ -53,10 +53,10 @@ def test_compile_again_with_the_same_optimizer() -> None:
 
 def test_compile_again_with_another_kfac() -> None:
     """The new optimizer starts without state and gets all records."""
-    model, old = mlp(), tfkfac.KFAC()
+    model, old = mlp(), tfkfac.KFAC(step="natural")
     train(model, old)
     before = curvature(old)
-    new = tfkfac.KFAC(solver="eigen")
+    new = tfkfac.KFAC(step="natural", solver="eigen")
     train(model, new)
     assert int(new.factor_updates) == 1
     assert all(block["G"].any() for block in new.factors().values())
@@ -71,7 +71,7 @@ def test_another_optimizer_removes_all_taps(case: str) -> None:
         parts = [layers.BatchNormalization(), *mlp().layers]
         model = keras.Sequential([keras.Input((FEATURES,)), *parts])
     names = [set(vars(layer)) for layer in model._flatten_layers()]
-    model.compile(tfkfac.KFAC(), loss(), run_eagerly=True)
+    model.compile(tfkfac.KFAC(step="natural"), loss(), run_eagerly=True)
     if case == "deleted":
         model.optimizer = None
         gc.collect()
@@ -91,7 +91,7 @@ def test_freezing_and_unfreezing_a_layer() -> None:
 
     A layer that is unfrozen starts with factors of the next batch.
     """
-    model, optimizer = mlp(), tfkfac.KFAC()
+    model, optimizer = mlp(), tfkfac.KFAC(step="natural")
     hidden, logits = model.layers
     train(model, optimizer)
     kept = optimizer.factors()["logits"]
@@ -119,14 +119,14 @@ def test_freezing_and_unfreezing_a_layer() -> None:
 
 
 def test_unfreezing_a_layer_after_build() -> None:
-    model, optimizer = mlp(), tfkfac.KFAC()
+    model, optimizer = mlp(), tfkfac.KFAC(step="natural")
     model.layers[0].trainable = False
     train(model, optimizer)
     assert list(optimizer.factors()) == ["logits"]
     model.layers[0].trainable = True
     with pytest.raises(ValueError, match=r"hidden/kernel.*new optimizer"):
         model.compile(optimizer, loss())
-    train(model, tfkfac.KFAC())
+    train(model, tfkfac.KFAC(step="natural"))
     assert list(kfac_of(model).factors()) == ["hidden", "logits"]
 
 
@@ -140,12 +140,12 @@ def test_jit_compile_without_a_gpu() -> None:
     with pytest.warns(
         UserWarning, match=r"`jit_compile`.*trains with jit.*Fal"
     ):
-        model.compile(tfkfac.KFAC(), loss(), jit_compile=True)
+        model.compile(tfkfac.KFAC(step="natural"), loss(), jit_compile=True)
     want = mlp()
     for jit in (False, "auto"):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            want.compile(tfkfac.KFAC(), loss(), jit_compile=jit)
+            want.compile(tfkfac.KFAC(step="natural"), loss(), jit_compile=jit)
         assert is_tapped(want)
     for each in (model, want):
         each.fit(X, Y, verbose=0)
@@ -177,12 +177,12 @@ def test_second_model_is_refused() -> None:
     with pytest.raises(ValueError, match="belongs to a deleted model"):
         other.compile(optimizer, loss())
     with pytest.raises(TypeError, match=r"Argument `model`.*Received"):
-        tfkfac.KFAC().attach(layers.Dense(2))  # type: ignore[arg-type]
+        tfkfac.KFAC(step="natural").attach(layers.Dense(2))  # type: ignore[arg-type]
 
 
 def test_never_attached() -> None:
     """The error names the missing call; nothing changes."""
-    model, optimizer = mlp(), tfkfac.KFAC()
+    model, optimizer = mlp(), tfkfac.KFAC(step="natural")
     before = model.get_weights()
     gradients = gradients_of(model, X, Y)
     with pytest.raises(ValueError, match=r"`optimizer\.attach\(model\)`"):
@@ -197,7 +197,7 @@ def test_never_attached() -> None:
 def test_attached_too_late(eager: bool) -> None:
     """Attaching after the forward pass raises an error."""
     model = mlp()
-    optimizer = tfkfac.KFAC()
+    optimizer = tfkfac.KFAC(step="natural")
 
     def step() -> None:
         gradients = gradients_of(model, X, Y)
@@ -218,7 +218,7 @@ def test_two_models_share_a_trunk() -> None:
         for name in ("left", "right")
     ]
     for model in models:
-        model.compile(tfkfac.KFAC(), loss(), run_eagerly=True)
+        model.compile(tfkfac.KFAC(step="natural"), loss(), run_eagerly=True)
     batches = [data(5, seed=1), data(9, seed=2)]
     for model, (x, y) in zip(models, batches, strict=True):
         model.train_on_batch(x, y)

@@ -67,7 +67,9 @@ def test_a_bad_batch_leaves_no_trace(name: str) -> None:
     """A bad batch halves the scale; all else has equal bits."""
     found = []
     for bad in (True, False):
-        scaler = SCALERS[name](tfkfac.KFAC(), dynamic_growth_steps=3)
+        scaler = SCALERS[name](
+            tfkfac.KFAC(step="natural"), dynamic_growth_steps=3
+        )
         model = compiled(scaler)
         scales = []
         for step in range(6):
@@ -99,7 +101,7 @@ def test_a_bad_batch_leaves_no_trace(name: str) -> None:
 def test_overflow_at_every_scale() -> None:
     """Training ends, with tfkfac's and Keras' loss scaling."""
     for make in SCALERS.values():
-        model = compiled(make(tfkfac.KFAC(max_skipped_steps=2)))
+        model = compiled(make(tfkfac.KFAC(step="natural", max_skipped_steps=2)))
         with pytest.raises(FloatingPointError, match="2 steps in a row"):
             model.fit(np.full_like(X, np.nan), Y, 8, verbose=0)
 
@@ -107,7 +109,7 @@ def test_overflow_at_every_scale() -> None:
 # ------------------------------------------------------------ several workers
 OPTIMIZERS = {
     "KFAC": tfkfac.KFAC,
-    "dp_kfac": lambda: tfkfac.KFAC(distribution="dp_kfac"),
+    "dp_kfac": lambda: tfkfac.KFAC(step="natural", distribution="dp_kfac"),
     "FOSI": lambda: tfkfac.FOSI(warmup_steps=1),
     "MR-DHO2": lambda: tfkfac.FOSI(warmup_steps=1, accelerator_fraction=0.5),
 }

@@ -30,7 +30,7 @@ def network(
     model = keras.Sequential(
         [keras.Input((3,)), hidden, layers.Dropout(0.5), out], name=name
     )
-    model.compile(optimizer or KFAC(), loss, metrics=["mae"])
+    model.compile(optimizer or KFAC(step="natural"), loss, metrics=["mae"])
     return model
 
 
@@ -43,7 +43,7 @@ def differences(first: Any, second: Any) -> list[str]:
 
 
 def other_rate() -> Any:
-    optimizer = KFAC()
+    optimizer = KFAC(step="natural")
     optimizer.learning_rate = 0.25
     return optimizer
 
@@ -63,10 +63,10 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": KFAC(SGD(0.1, 0.5, weight_decay=0.1))
     },
     "argument damping: 0.01 on worker 0, {'class': 'CosineDecay'": {
-        "optimizer": KFAC(damping=CosineDecay(0.1, 9))
+        "optimizer": KFAC(step="natural", damping=CosineDecay(0.1, 9))
     },
     "argument skip_layers: [] on worker 0, ['out'] on worker 1": {
-        "optimizer": KFAC(skip_layers=["out"])
+        "optimizer": KFAC(step="natural", skip_layers=["out"])
     },
 }
 
@@ -85,7 +85,10 @@ def test_ignored_differences() -> None:
         return value
 
     pair = [
-        network(KFAC(damping=Formula(function), name=name), name=name)
+        network(
+            KFAC(step="natural", damping=Formula(function), name=name),
+            name=name,
+        )
         for name in ("first", "second")
     ]
     assert differences(*pair) == []

@@ -137,8 +137,8 @@ REQUIRED: dict[tuple[Any, str], dict[str, Any]] = {
     (FOSI, "num_largest"): {"num_smallest": 1},  # not both may be 0
     (KFAC, "gradient_worker_fraction"): {"distribution": "hybrid_opt"},
     (PART, "gradient_worker_fraction"): {"mode": "hybrid_opt"},
-    (SCALER, "initial_scale"): {"inner_optimizer": KFAC()},
-    (SCALER, "dynamic_growth_steps"): {"inner_optimizer": KFAC()},
+    (SCALER, "initial_scale"): {"inner_optimizer": KFAC(step="natural")},
+    (SCALER, "dynamic_growth_steps"): {"inner_optimizer": KFAC(step="natural")},
 }
 # Getters of arguments that are not attributes of the same name.
 GETTERS: dict[tuple[Any, str], Callable[[Any], Any]] = {
@@ -274,7 +274,7 @@ CONFLICTS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         for inner, words in (
             (SGD(0.1, loss_scale_factor=2.0), OUTSIDE),
             (keras.optimizers.LossScaleOptimizer(SGD()), OUTSIDE),
-            (KFAC(), NESTED),
+            (KFAC(step="natural"), NESTED),
             (FOSI(), NESTED),
             (keras.optimizers.MultiOptimizer(Adam), "has no learning rate"),
             (Adam(INF), "learning rate"),
@@ -366,4 +366,4 @@ def test_assignments(make: Callable[[], Any]) -> None:
 
 def test_loss_scale_factor_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`loss_scale_factor`.*=8.0"):
-        KFAC().loss_scale_factor = 8.0
+        KFAC(step="natural").loss_scale_factor = 8.0

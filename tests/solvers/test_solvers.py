@@ -255,4 +255,4 @@ def test_invalid_registrations(
     with pytest.raises(error, match=r"Argument `(name|solver_class)` must"):
         tfkfac.register_solver(name, solver_class)
     with pytest.raises(ValueError, match="Argument `solver` must be one of"):
-        tfkfac.KFAC(solver="custom")
+        tfkfac.KFAC(step="natural", solver="custom")

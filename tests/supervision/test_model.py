@@ -69,7 +69,7 @@ def test_compile_with_another_optimizer_removes_overrides() -> None:
     model.compile("sgd", loss(), run_eagerly=True)
     model.fit(X, Y, verbose=0)
     assert not tfkfac_attributes(model, model.optimizer)
-    kfac = tfkfac.KFAC()
+    kfac = tfkfac.KFAC(step="natural")
     model.compile(kfac, loss(), run_eagerly=True)
     model.fit(X, Y, verbose=0)
     changed = {"fit", "train_on_batch", "get_state_tree", "set_state_tree"}
@@ -83,8 +83,8 @@ def test_compile_with_another_optimizer_removes_overrides() -> None:
 
 def test_compile_with_the_optimizer_of_another_model_fails() -> None:
     """The model then has no overrides."""
-    model, other, used = mlp(), mlp(), tfkfac.KFAC()
-    model.compile(tfkfac.KFAC(), loss())
+    model, other, used = mlp(), mlp(), tfkfac.KFAC(step="natural")
+    model.compile(tfkfac.KFAC(step="natural"), loss())
     other.compile(used, loss())
     with pytest.raises(ValueError, match="already belongs to model"):
         model.compile(used, loss())
@@ -95,7 +95,11 @@ def test_compile_with_the_optimizer_of_another_model_fails() -> None:
 def test_a_copy_is_an_independent_model(copy_model: Any) -> None:
     """Keras copies by pickling; the copy trains and is supervised."""
     model = mlp()
-    model.compile(tfkfac.KFAC(max_skipped_steps=1), loss(), run_eagerly=True)
+    model.compile(
+        tfkfac.KFAC(step="natural", max_skipped_steps=1),
+        loss(),
+        run_eagerly=True,
+    )
     model.fit(X, Y, verbose=0)
     other = copy_model(model)
     assert vars(other)["fit"] is not vars(model)["fit"]
@@ -107,5 +111,5 @@ def test_a_copy_is_an_independent_model(copy_model: Any) -> None:
 
 def test_attach_does_not_override_fit() -> None:
     model = mlp()
-    tfkfac.KFAC().attach(model)
+    tfkfac.KFAC(step="natural").attach(model)
     assert "fit" not in vars(model)

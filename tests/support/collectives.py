@@ -19,13 +19,17 @@ from tfkfac.distributed.topology import Topology, find_topology
 FOSI = {"num_largest": 2, "warmup_steps": 1, "lanczos_steps": 3}
 MODES = ("comm_opt", "mem_opt", "dp_kfac", "hybrid_opt")
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    **{mode: lambda m=mode: tfkfac.KFAC(distribution=m) for mode in MODES},
+    **{
+        mode: lambda m=mode: tfkfac.KFAC(step="natural", distribution=m)
+        for mode in MODES
+    },
     "rows": lambda: tfkfac.FOSI(layout="rows", **FOSI),
     "columns": lambda: tfkfac.FOSI(layout="columns", **FOSI),
     "accelerator": lambda: tfkfac.FOSI(
         accelerator_fraction=0.5, update_interval=2, **FOSI
     ),
     "half": lambda: tfkfac.KFAC(
+        step="natural",
         solver="eigen",
         distribution=tfkfac.Distribution(
             factor_dtype="bfloat16", inverse_dtype="bfloat16"

@@ -50,12 +50,11 @@ class Spectral:
     """Spectral steps with polar factors from singular values.
 
     Attributes:
-        shape: Function from the iteration to the learning rate over its
-            largest value.
+        rate: Function from the iteration to the learning rate.
     """
 
-    def __init__(self, shape: Rate) -> None:
-        self.shape = shape
+    def __init__(self, rate: Rate) -> None:
+        self.rate = rate
         self._before: dict[int, Array] = {}
 
     def add(self, layer: int, W: Array) -> Array:
@@ -90,7 +89,7 @@ class Spectral:
         # Lower bounds of the Fisher length of all D.
         size = sum(np.sum(d**2) for d in D.values())
         length = max(gain / math.sqrt(natural), math.sqrt(damping * size))
-        kappa = max(0.07, math.sqrt(0.005 * loss)) * self.shape(iteration)
+        kappa = max(0.07, math.sqrt(0.005 * loss)) * self.rate(iteration)
         return {layer: -kappa / length * d for layer, d in D.items()}
 
 
@@ -118,21 +117,26 @@ def by_definition(
         steps: Rows of each worker by step.
         owners: Worker whose rows give a layer its factors; None for the rows
             of all workers.
-        inner: "adam", "warm-up" or another name, for SGD.
+        inner: "adam", "warm-up" (only with spectral steps) or another name,
+            for SGD.
         rest_optimizer: "warm-up", or None for Keras' Adam.
         **unused: Options that do not change the steps.
     """
     x, y = images()
-    # A schedule of one optimizer applies to the other, too.
-    scheduled = "warm-up" in (inner, rest_optimizer)
-    shape: Rate = (lambda n: float(warm_up(n))) if scheduled else lambda n: 1.0
+
+    def multiplier(iteration: int) -> float:
+        return 0.25 * float(warm_up(iteration)) if inner == "warm-up" else 1.0
+
     rule, rate = sgd(RATE, MOMENTUM), RATE
     if inner == "adam":
         rule, rate = adam(ADAM_RATE, betas=BETAS), ADAM_RATE
-    rest = adam(lambda n: float(np.float32(1e-3)) * shape(n), 0, (0.9, 0.999))
+    usual = 1e-3 if step == "natural" else 1e-2
+    rest = adam(
+        lambda n: float(np.float32(usual)) * multiplier(n), 0, (0.9, 0.999)
+    )
     if rest_optimizer is not None:
-        rest = adam(lambda n: ADAM_RATE * shape(n), betas=BETAS)
-    spectral = Spectral(shape) if step == "spectral" else None
+        rest = adam(lambda n: ADAM_RATE * float(warm_up(n)), betas=BETAS)
+    spectral = Spectral(multiplier) if step == "spectral" else None
     kernels, biases = start[::2], start[1::2]
     weights = [
         np.concatenate([kernel.reshape(-1, len(bias)), bias[None]], dtype=float)

@@ -14,8 +14,8 @@ _OF_DISTRIBUTION = (
 
 
 def kfac(*args: Any, **options: Any) -> tfkfac.KFAC:
-    """K-FAC with options that may be of its distribution."""
-    return tfkfac.KFAC(*args, **nested(options))
+    """K-FAC, by default natural-gradient steps, with nested options."""
+    return tfkfac.KFAC(*args, **nested({"step": "natural", **options}))
 
 
 def nested(options: dict[str, Any]) -> dict[str, Any]:

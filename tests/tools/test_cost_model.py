@@ -14,7 +14,7 @@ CLUSTER = Machine(10e12, 1e9, 1e-6)
 
 
 def attached(built: Any) -> tfkfac.KFAC:
-    return tfkfac.KFAC().attach(built)
+    return tfkfac.KFAC(step="natural").attach(built)
 
 
 # -------------------------------------------------------------- operations

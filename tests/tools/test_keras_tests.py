@@ -54,5 +54,5 @@ def test_optimizers_that_stay_inside() -> None:
         scaler = keras.optimizers.LossScaleOptimizer(given)
         inside = keras_tests.in_place_of(scaler).inner_optimizer
         assert inside.inner_optimizer is given
-    kfac = tfkfac.KFAC()
+    kfac = tfkfac.KFAC(step="natural")
     assert keras_tests.in_place_of(kfac) is kfac

@@ -19,12 +19,15 @@ from tests.training.test_xla import NETWORKS
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "inverse": tfkfac.KFAC,
     "half": lambda: tfkfac.KFAC(
+        step="natural",
         distribution=tfkfac.Distribution(
             factor_dtype="bfloat16", inverse_dtype="bfloat16"
-        )
+        ),
     ),
     "spectral": lambda: tfkfac.KFAC(step="spectral"),
-    "sketch": lambda: tfkfac.KFAC(solver="eigen", max_factor_dim=10),
+    "sketch": lambda: tfkfac.KFAC(
+        step="natural", solver="eigen", max_factor_dim=10
+    ),
     "fosi": lambda: tfkfac.FOSI(
         num_largest=2, num_smallest=1, warmup_steps=1, lanczos_steps=4
     ),

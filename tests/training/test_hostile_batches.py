@@ -33,7 +33,7 @@ NUMBERS = st.sampled_from(
 LABELS = st.sampled_from([0, 1, CLASSES - 1])
 WEIGHTS = st.sampled_from([None, 0.0, 1.0, -1.0, np.nan, np.inf, 1e30])
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "kfac": lambda: tfkfac.KFAC(factor_update_interval=1),
+    "kfac": lambda: tfkfac.KFAC(step="natural", factor_update_interval=1),
     "spectral": lambda: tfkfac.KFAC(step="spectral"),
     # Adam by itself turns into NaN where a gradient's square overflows.
     "fosi": lambda: tfkfac.FOSI(SGD(0.01), warmup_steps=1),
@@ -104,7 +104,7 @@ def test_labels_that_are_no_classes(name: str) -> None:
 @pytest.mark.parametrize("eager", [False, True])
 def test_classes_for_a_loss_of_numbers(eager: bool) -> None:
     model = mlp()
-    model.compile(tfkfac.KFAC(), "mse", run_eagerly=eager)
+    model.compile(tfkfac.KFAC(step="natural"), "mse", run_eagerly=eager)
     words = r"Loss 'mse'.*labels of shape \(.*,\) and outputs.*, 3\).*Classes"
     with pytest.raises(ValueError, match=words):
         model.fit(*data(), batch_size=5, verbose=0)

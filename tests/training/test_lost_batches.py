@@ -293,7 +293,7 @@ def test_bad_epochs_are_never_the_best(tmp_path: Any) -> None:
 
 
 def test_terminate_on_nan() -> None:
-    model = linear(optimizer=tfkfac.KFAC())
+    model = linear(optimizer=tfkfac.KFAC(step="natural"))
     logs = Logs()
     callbacks = [keras.callbacks.TerminateOnNaN(), logs]
     x = spoiled((2,), np.inf)

@@ -173,7 +173,7 @@ def train_eagerly() -> dict[str, str]:
     def compiled(eager: bool) -> Any:
         with strategy().scope():
             model = network("tokens")
-            model.compile(tfkfac.KFAC(), "mse", run_eagerly=eager)
+            model.compile(tfkfac.KFAC(step="natural"), "mse", run_eagerly=eager)
         return model
 
     def step(model: Any, x: Any) -> None:

@@ -23,7 +23,7 @@ BATCH = 16
 OPTIMIZERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "kfac": (tfkfac.KFAC, (1,)),
     "micro-batches": (
-        lambda: tfkfac.KFAC(gradient_accumulation_steps=2),
+        lambda: tfkfac.KFAC(step="natural", gradient_accumulation_steps=2),
         (0, 1),
     ),
     "fosi": (lambda: tfkfac.FOSI(warmup_steps=2), (1,)),
@@ -93,7 +93,9 @@ def lost(count: int) -> Array:
 
 def test_fit_ends() -> None:
     """The error has the count and the first gradient that is not finite."""
-    model = compiled(tfkfac.KFAC(max_skipped_steps=3), eager=True)
+    model = compiled(
+        tfkfac.KFAC(step="natural", max_skipped_steps=3), eager=True
+    )
     model.fit(lost(2), Y, BATCH, epochs=2, shuffle=False, verbose=0)
     message = (
         r"has skipped 3 steps in a row \(max_skipped_steps=3\): 6 of 6 "
@@ -106,13 +108,15 @@ def test_fit_ends() -> None:
 
 def test_other_loops() -> None:
     """`train_on_batch`, eager loops and graphs."""
-    model = compiled(tfkfac.KFAC(max_skipped_steps=2), eager=True)
+    model = compiled(
+        tfkfac.KFAC(step="natural", max_skipped_steps=2), eager=True
+    )
     bad = lost(1)[:BATCH]
     model.train_on_batch(bad, Y[:BATCH])
     with pytest.raises(FloatingPointError, match="2 steps in a row"):
         model.train_on_batch(bad, Y[:BATCH])
     model = noisy()
-    optimizer = tfkfac.KFAC(max_skipped_steps=2).attach(model)
+    optimizer = tfkfac.KFAC(step="natural", max_skipped_steps=2).attach(model)
 
     def step() -> None:
         gradients = gradients_of(model, bad, Y[:BATCH])
@@ -129,7 +133,7 @@ def test_other_loops() -> None:
 
 def test_fit_ends_with_a_report_of_events(capfd: Any) -> None:
     """`fit` ends with a report of the events of this `fit` only."""
-    model = compiled(tfkfac.KFAC(), eager=True)
+    model = compiled(tfkfac.KFAC(step="natural"), eager=True)
     for count in (1, 2, 0):
         capfd.readouterr()
         model.fit(lost(count), Y, BATCH, shuffle=False, verbose=0)
@@ -143,7 +147,7 @@ def test_fit_ends_with_a_report_of_events(capfd: Any) -> None:
 def test_one_gradient_of_many() -> None:
     """The error names the gradient that is not finite."""
     model = noisy()
-    optimizer = tfkfac.KFAC(max_skipped_steps=1).attach(model)
+    optimizer = tfkfac.KFAC(step="natural", max_skipped_steps=1).attach(model)
     gradients = gradients_of(model, X, Y)
     gradients[3] *= np.inf
     path = model.trainable_variables[3].path

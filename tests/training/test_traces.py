@@ -41,6 +41,7 @@ def test_one_trace_for_all_intervals() -> None:
     model = keras.Sequential([*mlp().layers, counter])
     model.build((None, FEATURES))
     optimizer = tfkfac.KFAC(
+        step="natural",
         factor_update_interval=Formula(lambda i: 1 if i < 2 else 3),
         inverse_update_interval=ExponentialDecay(2.0, 2, 1.5),
         damping=ExponentialDecay(0.1, 2, 0.5),
@@ -61,7 +62,7 @@ def test_one_trace_for_all_intervals() -> None:
 def test_unbuilt_model_has_the_traces_of_sgd() -> None:
     """The first trace builds the model; the last batch is partial."""
     counts = []
-    for optimizer in (keras.optimizers.SGD(), tfkfac.KFAC()):
+    for optimizer in (keras.optimizers.SGD(), tfkfac.KFAC(step="natural")):
         counter = CountTraces()
         model = keras.Sequential([*unbuilt_sequential().layers, counter])
         model.compile(optimizer, loss())
@@ -74,7 +75,7 @@ def test_unbuilt_model_has_the_traces_of_sgd() -> None:
 def test_a_step_without_updates_does_no_factor_work() -> None:
     """Statistics and decompositions are in branches of the graph."""
     counts = []
-    for optimizer in (keras.optimizers.SGD(), tfkfac.KFAC()):
+    for optimizer in (keras.optimizers.SGD(), tfkfac.KFAC(step="natural")):
         model = mlp()
         model.compile(optimizer, loss())
         optimizer.build(model.trainable_variables)

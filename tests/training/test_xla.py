@@ -189,7 +189,11 @@ def test_a_custom_loss() -> None:
     for jit in (False, True):
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
-        model.compile(tfkfac.KFAC(fisher="type2"), squares, jit_compile=jit)
+        model.compile(
+            tfkfac.KFAC(step="natural", fisher="type2"),
+            squares,
+            jit_compile=jit,
+        )
         model.fit(x, y, batch_size=5, shuffle=False, verbose=0)
         assert model.optimizer.events() == {}
         weights.append(np.concatenate([v.ravel() for v in model.get_weights()]))

@@ -544,6 +544,11 @@ class SecondOrderOptimizer(AveragingOptimizer):
             if isinstance(rate, FitDecay):
                 rate.follow(self.plan, optimizer is self.inner_optimizer)
 
+    @property
+    def num_updates(self) -> int:
+        """Number of updates of the weights so far."""
+        return int(raw_iterations(self.inner_optimizer).numpy())
+
     def begin_run(self, steps: int) -> None:
         """Begin a run of known length, for `tfkfac.schedules.FitDecay`.
 
@@ -559,7 +564,7 @@ class SecondOrderOptimizer(AveragingOptimizer):
             ValueError: If `steps` is less than 1.
         """
         steps = check_count("steps", steps, 1)
-        self.plan.begin(int(raw_iterations(self.inner_optimizer)), steps)
+        self.plan.begin(self.num_updates, steps)
 
     @property
     def iterations(self) -> Any:

@@ -98,10 +98,10 @@ class Supervision(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._first_update is not None:
             # The first epoch has shown the number of updates of an epoch.
-            updates = int(self._optimizer.iterations) - self._first_update
+            updates = self._optimizer.num_updates - self._first_update
             epochs = self.params["epochs"] - epoch - 1
             self._optimizer.plan.begin(
-                int(self._optimizer.iterations), epochs * updates
+                self._optimizer.num_updates, epochs * updates
             )
             self._first_update = None
         self._count_events()
@@ -157,7 +157,7 @@ class Supervision(keras.callbacks.Callback):
         The plan in a loaded state is that of this run if both end together,
         within an epoch: a backup may be from the middle of one.
         """
-        plan, now = self._optimizer.plan, int(self._optimizer.iterations)
+        plan, now = self._optimizer.plan, self._optimizer.num_updates
         if steps is None:
             if plan.end is None or epoch == 0:
                 plan.begin(now, 0)
