@@ -89,7 +89,7 @@ def test_multi_optimizer_is_refused() -> None:
 # -------------------------------------------------------------------- configs
 DEFAULTS: dict[Any, dict[str, Any]] = {
     tfkfac.KFAC: {
-        "name": "kfac", "damping": 0.01, "kl_clip": 0.02, "step": "natural",
+        "name": "kfac", "damping": 0.01, "kl_clip": 0.02, "step": "spectral",
         "momentum": None,
         "fisher": None, "solver": "inverse", "distribution": "comm_opt",
         "factor_update_interval": None, "inverse_update_interval": None,

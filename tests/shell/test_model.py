@@ -58,7 +58,9 @@ CASES: dict[str, dict[str, Any]] = {
         "trainable": False
     },
     "loss: 'mse' on worker 0": {"loss": keras.losses.Huber(2.0)},
-    "inner optimizer's learning_rate: 0.1": {"optimizer": other_rate()},
+    "learning rate set in training: -1.0 on worker 0, 0.25": {
+        "optimizer": other_rate()
+    },
     "inner optimizer's weight_decay: None on worker 0, 0.1 on worker 1": {
         "optimizer": KFAC(SGD(0.1, 0.5, weight_decay=0.1))
     },

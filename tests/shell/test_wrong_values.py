@@ -66,7 +66,7 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
         "momentum": or_none(BELOW_ONE),
         "damping": NUMBER,
         "kl_clip": or_none(POSITIVE),
-        "step": one_of("natural", "spectral"),
+        "step": one_of("natural", "spectral", none=True),
         "fisher": one_of("empirical", "monte_carlo", "type2", none=True),
         "solver": one_of("eigen", "inverse"),
         "distribution": one_of("comm_opt", "dp_kfac"),
@@ -136,6 +136,8 @@ def takes(accepted: tuple[Any, ...], value: Any) -> bool:
 REQUIRED: dict[tuple[Any, str], dict[str, Any]] = {
     (FOSI, "num_largest"): {"num_smallest": 1},  # not both may be 0
     (KFAC, "gradient_worker_fraction"): {"distribution": "hybrid_opt"},
+    (KFAC, "momentum"): {"step": "natural"},
+    (KFAC, "rest_optimizer"): {"step": "natural"},
     (PART, "gradient_worker_fraction"): {"mode": "hybrid_opt"},
     (SCALER, "initial_scale"): {"inner_optimizer": KFAC(step="natural")},
     (SCALER, "dynamic_growth_steps"): {"inner_optimizer": KFAC(step="natural")},
@@ -158,7 +160,11 @@ def has_value(owner: Any, item: Any, name: str, value: Any) -> bool:
                 type(current).__name__.lower() if current else "inner"
             ) == value
         return value is None or float(current.learning_rate) == value
-    if value is None and name in ("learning_rate", "gradient_worker_fraction"):
+    if value is None and name in (
+        "learning_rate",
+        "gradient_worker_fraction",
+        "step",
+    ):
         return True
     read = GETTERS.get((owner, name), lambda o: getattr(o, name))
     current = read(item)

@@ -15,7 +15,7 @@ from tests.support.strategies import strategy
 
 PACKAGE = f"{pathlib.Path(tfkfac.__file__).parent}/"
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "natural": tfkfac.KFAC,
+    "natural": lambda: tfkfac.KFAC(step="natural"),
     "spectral": lambda: tfkfac.KFAC(step="spectral"),
     "FOSI": lambda: tfkfac.FOSI("sgd", warmup_steps=1, update_interval=3),
     "GaussNewton": tfkfac.GaussNewton,

@@ -202,12 +202,10 @@ def search(
         if second_derivatives is not None:
             # The correction is quadratic in the length of the step.
             derivatives = second_derivatives(change)
-            correction = tf.cast(rate, dtype) * equations.correction(
-                factor, derivatives
-            )
-            is_small = 2 * tf.norm(
-                correction
-            ) <= _MAX_CORRECTION_RATIO * tf.norm(change)
+            correction = equations.correction(factor, derivatives)
+            correction *= tf.cast(rate, dtype)
+            limit = _MAX_CORRECTION_RATIO * tf.norm(change)
+            is_small = 2 * tf.norm(correction) <= limit
             change += tf.where(is_small, correction, tf.zeros_like(correction))
         actual = before - loss(tf.cast(rate, dtype) * change)
         # False for NaN. Reject a step with a predicted increase, even if the

@@ -45,7 +45,7 @@ from tfkfac.solvers.registry import make_solver
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
 
-STEPS = {"natural": Natural, "spectral": Spectral}
+_RULES = {"natural": Natural, "spectral": Spectral}
 # Rank of the approximation of a factor wider than `max_factor_dim`. At a limit
 # of 640 it takes at most a tenth of the matrix.
 FACTOR_RANK = 64
@@ -64,7 +64,7 @@ class KFACMethod(Method):
         distribution = settings.distribution
         if isinstance(distribution, str):
             distribution = Distribution(distribution)
-        self._rule = STEPS[settings.step](
+        self._rule = _RULES[settings.step](
             settings.damping, settings.kl_clip, settings.momentum
         )
         self._distribution = distribution

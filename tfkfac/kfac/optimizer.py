@@ -11,35 +11,29 @@ from keras.saving import serialize_keras_object
 from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import check_choice, check_count, check_range, if_given
 from tfkfac.fisher.types import TYPES
-from tfkfac.kfac.method import STEPS, KFACMethod
+from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
     DEFAULT_KL_CLIP,
-    SPECTRAL_REST_RATE,
     WEIGHT_SHARING,
     Distribution,
     KFACSettings,
     check_batch_fraction,
     check_distribution,
     check_skip_layers,
-    check_spectral,
+    choose_optimizers,
+    choose_step,
     serialize_skip_rule,
-    sgd_defaults,
     with_fraction,
 )
 from tfkfac.shell.arguments import (
     Hyperparameter,
     Schedule,
-    check_inner,
-    choose_inner,
     interval,
     take_over_accumulation,
 )
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 from tfkfac.shell.rest import (
     INNER,
-    ProportionalRate,
-    choose_rest,
-    default_rest_rate,
 )
 from tfkfac.solvers import SOLVERS
 
@@ -212,40 +206,18 @@ class KFAC(SecondOrderOptimizer):
     ) -> None:
         if gradient_worker_fraction is not None:
             distribution = with_fraction(distribution, gradient_worker_fraction)
-        if momentum is not None:
-            momentum = check_range("momentum", momentum, 0, 1)
-        if step is None:
-            # `is`: a user who passes 0.02 asks for a clip.
-            is_paper = kl_clip is not DEFAULT_KL_CLIP or any(
-                value is not None for value in (inner_optimizer, learning_rate)
-            )
-            step = "natural" if is_paper else "spectral"
-        step = check_choice("step", step, tuple(STEPS))
-        is_spectral = step == "spectral"
-        chosen = {"learning_rate": learning_rate}
-        if not is_spectral:
-            chosen["momentum"] = momentum
-        inner = check_inner(
-            choose_inner(
-                inner_optimizer,
-                keras.optimizers.SGD,
-                sgd_defaults(step),
-                chosen,
-            )
+        step = choose_step(step, inner_optimizer, learning_rate, kl_clip)
+        momentum = if_given(check_range, "momentum", momentum, 0, 1)
+        inner, rest = choose_optimizers(
+            step, inner_optimizer, learning_rate, momentum, rest_optimizer
         )
-        if is_spectral:
-            check_spectral(inner, rest_optimizer)
-            rest_rate = ProportionalRate(SPECTRAL_REST_RATE, 1.0)
-        else:
-            rest_rate = default_rest_rate(inner)
         gradient_accumulation_steps = take_over_accumulation(
             inner, gradient_accumulation_steps
         )
-        rest = choose_rest(rest_optimizer, inner, rest_rate)
         settings = KFACSettings(
             step=step,
             # In natural-gradient steps the inner optimizer has it.
-            momentum=momentum if is_spectral else None,
+            momentum=momentum if step == "spectral" else None,
             damping=Hyperparameter("damping", damping),
             kl_clip=Hyperparameter(
                 "kl_clip", kl_clip, positive=True, optional=True

@@ -14,12 +14,23 @@ from tfkfac.checks import (
 )
 from tfkfac.distributed.plan import MODES, POLICIES
 from tfkfac.schedules import FitDecay
-from tfkfac.shell.arguments import Hyperparameter, Settings
-from tfkfac.shell.rest import INNER
+from tfkfac.shell.arguments import (
+    Hyperparameter,
+    Settings,
+    check_inner,
+    choose_inner,
+)
+from tfkfac.shell.rest import (
+    INNER,
+    ProportionalRate,
+    choose_rest,
+    default_rest_rate,
+)
 
 # Default learning rate of natural-gradient steps, bounded by the KL clip.
 RATE = 0.1
 DEFAULT_KL_CLIP = 0.02
+STEPS = ("natural", "spectral")
 # Learning rate of Adam for uncovered weights where that of spectral steps is 1.
 SPECTRAL_REST_RATE = 0.01
 # Share of gradient workers between MEM-OPT and COMM-OPT (KAISA, section 5).
@@ -256,11 +267,50 @@ def check_spectral(
         )
 
 
-def sgd_defaults(step: str) -> dict[str, Any]:
-    """Return the arguments of the default inner optimizer for a step."""
+def choose_step(
+    step: Any, inner_optimizer: Any, learning_rate: Any, kl_clip: Any
+) -> str:
+    """Return the type of step; None is "natural" with arguments of the papers.
+
+    Raises:
+        ValueError: If `step` is not a type of step.
+    """
+    if step is not None:
+        return check_choice("step", step, STEPS, " or None")
+    # `is`: a user who passes 0.02 asks for a clip.
+    is_default = kl_clip is DEFAULT_KL_CLIP
+    is_default &= inner_optimizer is None and learning_rate is None
+    return "spectral" if is_default else "natural"
+
+
+def choose_optimizers(
+    step: str,
+    inner_optimizer: Any,
+    learning_rate: Any,
+    momentum: float | None,
+    rest_optimizer: Any,
+) -> tuple[keras.optimizers.Optimizer, keras.optimizers.Optimizer | None]:
+    """Return the inner and the rest optimizer for the arguments of `KFAC`.
+
+    Raises:
+        ValueError: If they are not allowed with this step.
+    """
+    defaults: dict[str, Any] = {
+        "learning_rate": FitDecay(RATE),
+        "momentum": 0.5,
+    }
+    chosen = {"learning_rate": learning_rate, "momentum": momentum}
     if step == "spectral":
-        return {"learning_rate": FitDecay(1.0), "momentum": 0.0}
-    return {"learning_rate": FitDecay(RATE), "momentum": 0.5}
+        defaults = {"learning_rate": FitDecay(1.0), "momentum": 0.0}
+        del chosen["momentum"]  # of the preconditioned gradient
+    sgd = keras.optimizers.SGD
+    inner = check_inner(choose_inner(inner_optimizer, sgd, defaults, chosen))
+    if step == "spectral":
+        check_spectral(inner, rest_optimizer)
+        rate = ProportionalRate(SPECTRAL_REST_RATE, 1.0)
+    else:
+        rate = default_rest_rate(inner)
+    return inner, choose_rest(rest_optimizer, inner, rate)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

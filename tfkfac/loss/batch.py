@@ -97,11 +97,11 @@ class LossTap(ModelTap[LossBatch]):
 
 def record_loss(model: keras.Model, loss: Any) -> None:
     """Record the loss of a batch for which `compute_loss` was not called."""
-    tap = LossTap.open(model)
-    batch = tap.pop_last(LossBatch())
+    batches = LossTap.open(model).current()
+    batch = batches.pop() if batches else LossBatch()
     if batch.value is None:
         batch = dataclasses.replace(batch, value=scalar_loss(loss))
-    tap.record(batch)
+    batches.append(batch)
 
 
 def loss_batch(

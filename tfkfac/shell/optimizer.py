@@ -8,16 +8,13 @@ from typing import Any, ClassVar, Self
 
 import keras
 import tensorflow as tf
-from keras.optimizers.schedules import LearningRateSchedule
 
 from tfkfac.capture.model_taps import BeforeTap, MetricsDecision, MetricsTap
 from tfkfac.capture.walk import detach, unbuilt
-from tfkfac.checks import check_count, check_range
+from tfkfac.checks import check_count
 from tfkfac.compat.models import is_saving_legacy_file, legacy_variables
 from tfkfac.compat.optimizers import (
     knows_variable,
-    rate_of,
-    raw_iterations,
     variable_key,
 )
 from tfkfac.compat.optimizers import trainable_variables as known_variables
@@ -25,9 +22,7 @@ from tfkfac.compat.strategies import repair
 from tfkfac.distributed.agreement import check_agreement
 from tfkfac.loss.batch import LossBatch, LossTap, record_loss
 from tfkfac.loss.shares import LossScaling
-from tfkfac.schedules.fit_decay import FitDecay, RunPlan
 from tfkfac.shell.arguments import check_inner, restore_value, setting
-from tfkfac.shell.averages import AveragingOptimizer
 from tfkfac.shell.method import Method
 from tfkfac.shell.model import (
     check_settings,
@@ -35,12 +30,13 @@ from tfkfac.shell.model import (
     plain,
     uses_xla,
 )
+from tfkfac.shell.rates import ScheduledOptimizer
 from tfkfac.shell.saving import SavedState
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, weigh_loss
 
 
-class SecondOrderOptimizer(AveragingOptimizer):
+class SecondOrderOptimizer(ScheduledOptimizer):
     """Precondition the gradients; an inner Keras optimizer applies them.
 
     The inner optimizer has the learning rate and the iterations, and does
@@ -67,7 +63,7 @@ class SecondOrderOptimizer(AveragingOptimizer):
         max_skipped_steps: int | None = 100,
         rest_optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
-        super().__init__(learning_rate=0.0, name=name)
+        super().__init__(name)
         self.inner_optimizer = check_inner(inner_optimizer)
         self.rest_optimizer = rest_optimizer
         self.method = method
@@ -75,8 +71,7 @@ class SecondOrderOptimizer(AveragingOptimizer):
         self.max_skipped_steps = max_skipped_steps
         self._skipped_in_a_row = 0  # upper bound
         self._job: Job | None = None
-        self.plan = RunPlan()
-        self._bind_schedules()
+        self.bind_schedules()
         # Checkpoints follow the attributes of an optimizer.
         self._saved_state = SavedState(name, method, self.plan)
         repair(tf.distribute.get_strategy())
@@ -295,6 +290,7 @@ class SecondOrderOptimizer(AveragingOptimizer):
             "optimizer": type(self).__name__,
             **{f"argument {name}": value for name, value in arguments.items()},
             **others,
+            "learning rate set in training": float(self.plan.rate.numpy()),
             "jit_compile": uses_xla(model),
             "shapes of the weights": [list(v.shape) for v in weights],
             **self.method.agreement(),
@@ -453,23 +449,8 @@ class SecondOrderOptimizer(AveragingOptimizer):
         """
         self._check_built()
         events = [f"{text}: {count}" for text, count in self.events().items()]
-        rate = self._rate_lines()
+        rate = self.rate_lines()
         print_fn("\n".join([*self.method.summary(), *rate, *events]))
-
-    def _rate_lines(self) -> list[str]:
-        """Line of the summary on a `FitDecay`, if there is one."""
-        if not isinstance(self._inner_rate, FitDecay):
-            return []
-        end, rate = self.plan.end, f"{float(self.learning_rate):.4g}"
-        if float(self.plan.rate) >= 0:
-            return [f"Learning rate: {rate}, set during training."]
-        if end is None:
-            return [f"Learning rate: {rate}, constant: no length known."]
-        start = int(self.plan.start)
-        return [
-            f"Learning rate: {rate}, falls linearly to 0 from update "
-            f"{start:,} to {end:,}."
-        ]
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of this replica's curvature state by name."""
@@ -517,55 +498,6 @@ class SecondOrderOptimizer(AveragingOptimizer):
             )
 
     # ------------------------------------------------- the other optimizers
-    @property
-    def learning_rate(self) -> Any:
-        """The inner optimizer's learning rate."""
-        return self.inner_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
-        """Set the rate; a number ends the decay of a `FitDecay` for good."""
-        is_schedule = isinstance(value, LearningRateSchedule)
-        if is_schedule or not isinstance(self._inner_rate, FitDecay):
-            self.inner_optimizer.learning_rate = value
-            self._bind_schedules()
-        else:
-            value = float(tf.convert_to_tensor(value))
-            self.plan.rate.assign(check_range("learning_rate", value, 0))
-
-    @property
-    def _inner_rate(self) -> Any:
-        return rate_of(self.inner_optimizer)
-
-    def _bind_schedules(self) -> None:
-        """Let each `FitDecay` follow the plan of this optimizer."""
-        for optimizer in self._optimizers:
-            rate = rate_of(optimizer)
-            if isinstance(rate, FitDecay):
-                rate.follow(self.plan, optimizer is self.inner_optimizer)
-
-    @property
-    def num_updates(self) -> int:
-        """Number of updates of the weights so far."""
-        return int(raw_iterations(self.inner_optimizer).numpy())
-
-    def begin_run(self, steps: int) -> None:
-        """Begin a run of known length, for `tfkfac.schedules.FitDecay`.
-
-        For a training loop of your own: the learning rate falls linearly to 0
-        over the next `steps` updates. `fit` does this itself.
-
-        Args:
-            steps: Number of updates of the weights, at least 1. With gradient
-                accumulation, an update is several batches.
-
-        Raises:
-            TypeError: If `steps` is not an integer.
-            ValueError: If `steps` is less than 1.
-        """
-        steps = check_count("steps", steps, 1)
-        self.plan.begin(self.num_updates, steps)
-
     @property
     def iterations(self) -> Any:
         """The inner optimizer's number of updates."""

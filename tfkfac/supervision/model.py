@@ -105,8 +105,7 @@ def _supervise(
     strategy = model.distribute_strategy
     watch = getattr(strategy, "watch", None)
 
-    def watched() -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if watch is None else watch.fit()
+    watched = contextlib.nullcontext if watch is None else watch.fit
 
     @contextlib.contextmanager
     def within(callbacks: Callbacks, given: Arguments) -> Iterator[Callbacks]:
@@ -121,12 +120,12 @@ def _supervise(
             standstill = find_standstill(strategy)
             if standstill is not None:
                 stack.enter_context(standstill.training())
+            stack.callback(optimizer.plan.begin, 0, 0)  # rates are at the peak
             for callback in callbacks:
                 if isinstance(callback, contextlib.AbstractContextManager):
                     stack.enter_context(callback)
-            first = given.get("initial_epoch", 0)
-            supervision = Supervision(optimizer, callbacks, first)
-            stack.callback(optimizer.plan.begin, 0, 0)  # rates are at the peak
+            first_epoch = given.get("initial_epoch", 0)
+            supervision = Supervision(optimizer, callbacks, first_epoch)
             yield [supervision, *callbacks, supervision.last]
 
     def evaluate(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

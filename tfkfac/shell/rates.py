@@ -1,0 +1,84 @@
+"""Learning rates of the inner and the rest optimizer."""
+
+from typing import Any
+
+import tensorflow as tf
+from keras.optimizers.schedules import LearningRateSchedule
+
+from tfkfac.checks import check_count, check_range
+from tfkfac.compat.optimizers import rate_of, raw_iterations
+from tfkfac.schedules.fit_decay import FitDecay, RunPlan
+from tfkfac.shell.averages import AveragingOptimizer
+
+
+class ScheduledOptimizer(AveragingOptimizer):
+    """Optimizer with the learning rate of its inner optimizer.
+
+    Attributes:
+        plan: Start and length of the run, for each `FitDecay`.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(learning_rate=0.0, name=name)
+        self.plan = RunPlan()
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's learning rate."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        """Set the rate; a number ends the decay of a `FitDecay` for good."""
+        is_schedule = isinstance(value, LearningRateSchedule)
+        decays = isinstance(rate_of(self.inner_optimizer), FitDecay)
+        if is_schedule or not decays:
+            self.inner_optimizer.learning_rate = value
+            self.bind_schedules()
+        else:
+            value = float(tf.convert_to_tensor(value))
+            self.plan.rate.assign(check_range("learning_rate", value, 0))
+
+    def bind_schedules(self) -> None:
+        """Let each `FitDecay` follow the plan of this optimizer."""
+        for optimizer in self._optimizers:
+            rate = rate_of(optimizer)
+            if isinstance(rate, FitDecay):
+                rate.follow(self.plan, optimizer is self.inner_optimizer)
+
+    @property
+    def num_updates(self) -> int:
+        """Number of updates of the weights so far."""
+        return int(raw_iterations(self.inner_optimizer).numpy())
+
+    def begin_run(self, steps: int) -> None:
+        """Begin a run of known length, for `tfkfac.schedules.FitDecay`.
+
+        For a training loop of your own: the learning rate falls linearly to 0
+        over the next `steps` updates. `fit` does this itself.
+
+        Args:
+            steps: Number of updates of the weights, at least 1. With gradient
+                accumulation, an update is several batches.
+
+        Raises:
+            TypeError: If `steps` is not an integer.
+            ValueError: If `steps` is less than 1.
+        """
+        steps = check_count("steps", steps, 1)
+        self.plan.begin(self.num_updates, steps)
+
+    def rate_lines(self) -> list[str]:
+        """Return the line of the summary on a `FitDecay`, if there is one."""
+        if not isinstance(rate_of(self.inner_optimizer), FitDecay):
+            return []
+        end, rate = self.plan.end, f"{float(self.learning_rate):.4g}"
+        if float(self.plan.rate.numpy()) >= 0:
+            return [f"Learning rate: {rate}, set during training."]
+        if end is None:
+            return [f"Learning rate: {rate}, constant: no length known."]
+        start = int(self.plan.start.numpy())
+        return [
+            f"Learning rate: {rate}, falls linearly to 0 from update "
+            f"{start:,} to {end:,}."
+        ]
