@@ -260,6 +260,54 @@ def test_a_loss_that_is_not_finite_counts_as_0(value: float) -> None:
     assert optimizer.last_step["length"] == pytest.approx(0.07**2)
 
 
+# ------------------------------------------------------- losses of a loop
+def own_steps(optimizer: Any, scale: Any = None, steps: int = 3) -> Any:
+    """A model after steps of a loop that does not call `compute_loss`."""
+    model = mlp()
+    optimizer.attach(model)
+    for _ in range(steps):
+        with tf.GradientTape() as tape:
+            value = cross_entropy()(Y, model(X, training=True))
+            value = value if scale is None else scale(value)
+        gradients = tape.gradient(value, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+    return model
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+def test_unknown_loss(rate: float) -> None:
+    """All weights together move by an RMS of 0.01 times the rate."""
+    optimizer = tfkfac.KFAC(step="spectral", learning_rate=rate)
+    with pytest.warns(UserWarning, match="root mean square of 0.01 at"):
+        model = own_steps(optimizer, steps=1)
+    pairs = zip(model.get_weights(), mlp().get_weights(), strict=True)
+    moves = np.concatenate([(a - b).ravel() for a, b in pairs])
+    assert np.sqrt(np.mean(moves**2)) == pytest.approx(0.01 * rate, rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:Optimizer 'kfac' did not observe")
+def test_scale_loss_passes_the_loss() -> None:
+    """With it, a loop equals `train_on_batch`."""
+    optimizer = tfkfac.KFAC()
+    ours = own_steps(optimizer, optimizer.scale_loss)
+    other = mlp()
+    other.compile(tfkfac.KFAC(), cross_entropy(), run_eagerly=True)
+    for _ in range(3):
+        other.train_on_batch(X, Y)
+    for a, b in zip(ours.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_hint_at_inputs_far_from_unit_scale(capfd: Any, scale: float) -> None:
+    model = mlp()
+    model.compile(tfkfac.KFAC(), cross_entropy())
+    for _ in range(20):
+        model.train_on_batch(scale * X, Y)
+    text = "inputs of layer 'hidden' are far from unit scale"
+    assert (text in capfd.readouterr().err) == (scale > 1)
+
+
 # --------------------------------------------------------------- what is said
 def test_summary_says_what_momenta_take() -> None:
     """Momenta take twice the bytes of the weights, known before training."""

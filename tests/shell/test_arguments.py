@@ -120,6 +120,25 @@ TUNABLE = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "step"),
+    [
+        ({}, "spectral"),
+        ({"momentum": 0.5, "rest_optimizer": "adam"}, "spectral"),
+        ({"inner_optimizer": 0.1}, "natural"),
+        ({"inner_optimizer": "adam"}, "natural"),
+        ({"learning_rate": 0.1}, "natural"),
+        ({"kl_clip": 0.02}, "natural"),
+        ({"kl_clip": None}, "natural"),
+        ({"learning_rate": 0.1, "step": "spectral"}, "spectral"),
+        ({"step": "natural"}, "natural"),
+    ],
+)
+def test_step_follows_from_the_arguments(arguments: Any, step: str) -> None:
+    optimizer = tfkfac.KFAC(**arguments)
+    assert optimizer.step == round_trip(optimizer).step == step
+
+
 @pytest.mark.parametrize("cls", CLASSES)
 def test_defaults(cls: Any) -> None:
     """Defaults are the measured values, also for subclasses and by name."""
