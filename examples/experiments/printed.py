@@ -1,7 +1,7 @@
 """Solvers as the papers print them, registered on import.
 
     from experiments import printed
-    model.compile(tfkfac.KFAC(solver="plain_inverse"), loss)
+    model.compile(tfkfac.KFAC(0.1, solver="plain_inverse"), loss)
 
 Both lose to the built-in solvers: "plain_inverse" in accuracy
 (`distributed-kfac-table-1` in docs/pages/results.md), "eigen_outer" in bytes

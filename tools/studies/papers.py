@@ -99,6 +99,7 @@ class PaperNetwork:
     def __init__(self, case: Case, solver: str = "plain_inverse") -> None:
         model = case.build()
         optimizer: Any = tfkfac.KFAC(
+            step="natural",
             max_factor_dim=None,
             skip_layers=[keras.layers.BatchNormalization],
         ).attach(model)

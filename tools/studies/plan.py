@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # One worker receives nothing.
     bandwidth, latency = options.bandwidth or 1.0, options.latency or 0.0
     machine = Machine(options.flops, bandwidth, latency)
-    optimizer = KFAC().attach(model)
+    optimizer = KFAC(step="natural").attach(model)
     print(machine_text(machine))
     print(counts_text(optimizer))
     estimates = compare(optimizer, machine, options.workers, options.batch)
