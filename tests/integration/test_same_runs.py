@@ -25,7 +25,6 @@ from tests.support.small import FEATURES, curvature, data, gradients_of, loss
 # Step 5 of 9 is between the updates of all intervals.
 STOP, END, ROWS = 5, 9, 12
 CLOCKS: dict[str, Any] = {
-    "step": "natural",
     "factor_update_interval": 2,
     "inverse_update_interval": 3,
 }
@@ -78,13 +77,14 @@ OPTIMIZERS: dict[str, Case] = {
     "eigen": Case(
         lambda: KFAC(Adam(0.01), solver="eigen", **CLOCKS), "functional"
     ),
-    "float64": Case(lambda: KFAC(**CLOCKS), "nested", "float64"),
-    "half": Case(lambda: KFAC(**CLOCKS), policy="mixed_float16"),
+    "float64": Case(lambda: KFAC(0.1, **CLOCKS), "nested", "float64"),
+    "half": Case(lambda: KFAC(0.1, **CLOCKS), policy="mixed_float16"),
     "subclassed": Case(
         lambda: KFAC(Adam(0.01, weight_decay=1e-3), **CLOCKS), "subclassed"
     ),
     "wire": Case(
         lambda: kfac(
+            0.1,
             distribution="mem_opt",
             factor_dtype="bfloat16",
             inverse_dtype="bfloat16",
@@ -92,10 +92,10 @@ OPTIMIZERS: dict[str, Case] = {
         ),
         "functional",
     ),
-    "narrow": Case(lambda: KFAC(max_factor_dim=4, **CLOCKS)),
-    "drawn": Case(lambda: KFAC(fisher="monte_carlo", **CLOCKS)),
+    "narrow": Case(lambda: KFAC(0.1, max_factor_dim=4, **CLOCKS)),
+    "drawn": Case(lambda: KFAC(0.1, fisher="monte_carlo", **CLOCKS)),
     "accumulated": Case(
-        lambda: KFAC(gradient_accumulation_steps=2, **CLOCKS), "functional"
+        lambda: KFAC(0.1, gradient_accumulation_steps=2, **CLOCKS), "functional"
     ),
     "rest": Case(
         lambda: KFAC(
@@ -103,11 +103,11 @@ OPTIMIZERS: dict[str, Case] = {
         )
     ),
     "our scale": Case(
-        lambda: tfkfac.LossScaleOptimizer(KFAC(**CLOCKS), 8.0, 3)
+        lambda: tfkfac.LossScaleOptimizer(KFAC(0.1, **CLOCKS), 8.0, 3)
     ),
     "Keras' scale": Case(
         lambda: keras.optimizers.LossScaleOptimizer(
-            KFAC(**CLOCKS), initial_scale=8.0, dynamic_growth_steps=3
+            KFAC(0.1, **CLOCKS), initial_scale=8.0, dynamic_growth_steps=3
         )
     ),
     "FOSI": Case(lambda: FOSI(Adam(0.01), **FOSI_OPTIONS)),
