@@ -1,4 +1,4 @@
-"""Failures of other workers, aborted collectives, and standstills."""
+"""Failures of other workers, aborted collectives, and stalls."""
 
 import signal
 import sys
@@ -16,7 +16,7 @@ from tfkfac.cluster import watch as module
 from tfkfac.cluster.channel import PEER_EXITED, PEER_LOST
 from tfkfac.cluster.config import Cluster
 from tfkfac.cluster.watch import (
-    Standstill,
+    StallDetector,
     Watch,
     WorkerFailedError,
     describe,
@@ -194,30 +194,30 @@ def test_two_processes() -> None:
     assert text.endswith(f"failed: OSError: {others[1]}")
 
 
-# -------------------------------------------------------------- standstill
-def test_a_standstill_prints_the_functions_of_all_workers(
+# ------------------------------------------------------------------- stall
+def test_a_stall_prints_the_functions_of_all_workers(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     now = 100.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     channel = FakeChannel()
     names = [f"worker {i} at host{i}:{i + 1}" for i in range(3)]
-    standstill = Standstill(names, channel)  # type: ignore[arg-type]
+    stall_detector = StallDetector(names, channel)  # type: ignore[arg-type]
 
     def after(seconds: float) -> str:
         nonlocal now
         now += seconds
-        standstill.on_tick()
+        stall_detector.on_tick()
         return str(capsys.readouterr().err)
 
     assert after(1000) == "", "no training"
-    with standstill.training():
+    with stall_detector.training():
         after(59)
-        standstill.record_step()
+        stall_detector.record_step()
         assert after(59) == "" and channel.sent == []
         assert after(2) == "" and channel.sent == [{"where": True}]
-        standstill.on_message(0, {"place": "is in execute (x.py:1)"})
-        standstill.on_message(2, {"place": "is in batches (data.py:7)"})
+        stall_detector.on_message(0, {"place": "is in execute (x.py:1)"})
+        stall_detector.on_message(2, {"place": "is in batches (data.py:7)"})
         assert after(3).splitlines() == [
             "tfkfac: no step has ended for 60 s.",
             "tfkfac: worker 0 at host0:1 is in execute (x.py:1)",

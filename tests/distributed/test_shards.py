@@ -23,7 +23,7 @@ def test_every_element_has_one_owner(size: int, workers: int) -> None:
     for worker in range(workers):
         first = worker * shards.length
         want = whole[first : first + shards.length]
-        assert whole[shards.range(worker)] == want
+        assert whole[shards.local_range(worker)] == want
 
 
 @settings(max_examples=30, deadline=None)

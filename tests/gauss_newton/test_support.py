@@ -11,7 +11,7 @@ from keras import layers
 
 import tfkfac
 from tests.support.small import summary_text
-from tfkfac.gauss_newton.support import Limits, choose_spaces
+from tfkfac.gauss_newton.support import Limits, choose_solve_spaces
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
 Y = X[:, :1] - X[:, 1:2] ** 2
@@ -102,7 +102,7 @@ def test_errors_for_the_space_of_residuals() -> None:
         network.train_on_batch(X, Y)
     with pytest.raises(ValueError, match='"auto" or "parameters" with'):
         limits = Limits(10, np.float32, 2**31)  # type: ignore[arg-type]
-        choose_spaces(limits, "residuals", None, "with several replicas")
+        choose_solve_spaces(limits, "residuals", None, "with several replicas")
 
 
 def test_no_loss_scale() -> None:

@@ -238,7 +238,7 @@ def test_training_ends_as_with_one_replica(on_workers: Any, name: str) -> None:
             )
 
 
-# -------------------------------------------------------------- standstill
+# ------------------------------------------------------------------- stall
 def stand_still() -> str:
     """Return the standard error of a `fit` with a batch that takes 3 s."""
 
@@ -272,7 +272,7 @@ def stand_still() -> str:
 
 
 @pytest.mark.parametrize("where", ["mirrored"])
-def test_a_standstill_is_reported(on_workers: Any, where: str) -> None:
+def test_a_stall_is_reported(on_workers: Any, where: str) -> None:
     (stderr,) = on_workers(where, stand_still)
     lines = [x for x in stderr.splitlines() if x.startswith("tfkfac")]
     assert lines[0] == "tfkfac: no step has ended for 1 s."

@@ -24,7 +24,7 @@ from tfkfac.cluster.launchers import KERAS, find_cluster
 from tfkfac.cluster.rendezvous import wait_for_all
 from tfkfac.cluster.stopping import Stopping
 from tfkfac.cluster.waiting import print_line
-from tfkfac.cluster.watch import Standstill, Watch
+from tfkfac.cluster.watch import StallDetector, Watch
 from tfkfac.compat.data import global_seed
 from tfkfac.compat.strategies import keep_handler, repair
 
@@ -106,7 +106,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     # None if there is one worker.
     watch: Watch | None = None
     stopping: Stopping | None = None
-    standstill: Standstill | None = None
+    stall_detector: StallDetector | None = None
     shuffle_seed: int | None = None  # None if the user has set a seed
 
     def __init__(
@@ -151,8 +151,8 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             channel = Channel(cluster.index, size, connections)
             self.watch = Watch(cluster, channel)
             self.stopping = Stopping(channel)
-            self.standstill = Standstill(names, channel)
-            channel.start(self.watch, self.stopping, self.standstill)
+            self.stall_detector = StallDetector(names, channel)
+            channel.start(self.watch, self.stopping, self.stall_detector)
 
     @override
     def run(

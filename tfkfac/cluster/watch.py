@@ -5,8 +5,8 @@ worker was killed. The other workers may be waiting in a collective, which
 TensorFlow ends late or never. `Watch` aborts such collectives.
 
 If no step ends for a minute, for example because a worker waits for its data,
-`Standstill` prints the current functions of each worker. It aborts nothing,
-because the first step may take minutes to compile.
+`StallDetector` prints the current functions of each worker. The stall detector
+never aborts, because the first step may take minutes to compile.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from tfkfac.compat.strategies import abort_collectives, local_devices
 # arguments, and for the cause of a failed collective to arrive.
 _GRACE_PERIOD_S = 3.0
 _MAX_CAUSE_CHARS = 2000
-_STALL_TIMEOUT_S = 60.0  # without a step, until worker 0 queries all workers
+_STALL_TIMEOUT_S = 60.0  # time without a step; then worker 0 queries all
 _ANSWER_TIMEOUT_S = 2.0
 # Python's files in which idle threads wait.
 _IDLE_FILES = {"threading.py", "selectors.py", "queue.py", "thread.py"}
@@ -223,13 +223,13 @@ class Watch(Listener):
         """
         start = event.time_s
         if event.fit is not None:
-            if self._fit_start is None:  # not in that `fit` yet
+            if self._fit_start is None:  # not yet in the `fit` of the event
                 return False
             start = max(start, self._fit_start)
         return time.monotonic() > start + _GRACE_PERIOD_S
 
 
-# Errors that TensorFlow raises for a failed collective.
+# TensorFlow raises one of these errors if a collective fails or is aborted.
 _COLLECTIVE_ERRORS = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
@@ -249,8 +249,8 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:_MAX_CAUSE_CHARS]
 
 
-# -------------------------------------------------------------- standstill
-class Standstill(Listener):
+# ------------------------------------------------------------------- stall
+class StallDetector(Listener):
     """Print the current functions of all workers when no step ends."""
 
     def __init__(self, names: Sequence[str], channel: Channel) -> None:
@@ -305,21 +305,21 @@ class Standstill(Listener):
         self._timeout_s *= 2
 
 
-def find_standstill(strategy: tf.distribute.Strategy) -> Standstill | None:
-    """Return the `Standstill` of a strategy; None if it has one replica."""
-    standstill = getattr(strategy, "standstill", None)
-    if standstill is not None or strategy.num_replicas_in_sync == 1:
-        return standstill
-    return _local_standstill() if len(local_devices(strategy)) > 1 else None
+def find_detector(strategy: tf.distribute.Strategy) -> StallDetector | None:
+    """Return the stall detector of a strategy; None for one replica."""
+    detector = getattr(strategy, "stall_detector", None)
+    if detector is not None or strategy.num_replicas_in_sync == 1:
+        return detector
+    return _local_detector() if len(local_devices(strategy)) > 1 else None
 
 
 @functools.cache
-def _local_standstill() -> Standstill:
-    """Return the process-wide `Standstill` for several local replicas."""
+def _local_detector() -> StallDetector:
+    """Return the stall detector of this process for several replicas."""
     channel = Channel(0, 1, {})
-    standstill = Standstill(["this process"], channel)
-    channel.start(standstill)
-    return standstill
+    detector = StallDetector(["this process"], channel)
+    channel.start(detector)
+    return detector
 
 
 def describe_threads() -> str:

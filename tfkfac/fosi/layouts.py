@@ -30,8 +30,8 @@ class Shards:
         self.count = count
         self.length = padded(-(-size // count))
 
-    def range(self, rank: int) -> slice:
-        """The elements of a rank's slice, without padding; may be empty."""
+    def local_range(self, rank: int) -> slice:
+        """Return the range of a rank's slice, without padding; may be empty."""
         start = min(rank % self.count * self.length, self.size)
         return slice(start, min(start + self.length, self.size))
 
@@ -41,27 +41,27 @@ class Shards:
         return self.count * self.length
 
     def local_slice(self, vector: tf.Tensor, rank: int) -> tf.Tensor:
-        """A rank's slices of vectors `(..., size)` or `(..., padded_size)`.
+        """Return a rank's slices of vectors `(..., size or padded_size)`.
 
         Slices of padded vectors need no copy.
         """
         if vector.shape[-1] == self.padded_size:
             start = rank % self.count * self.length
             return vector[..., start : start + self.length]
-        values = vector[..., self.range(rank)]
+        values = vector[..., self.local_range(rank)]
         missing = self.length - values.shape[-1]
         padding = [[0, 0]] * (vector.shape.rank - 1) + [[0, missing]]
         return tf.pad(values, padding) if missing else values
 
     def gather(self, shard: tf.Tensor, communicator: Communicator) -> tf.Tensor:
-        """The vector `(size,)`, of which this rank has a slice."""
+        """All-gather a vector `(size,)` from the slices of all ranks."""
         (vector,) = self.gather_all([shard], communicator)
         return vector[: self.size]
 
     def gather_all(
         self, shards: Sequence[tf.Tensor], communicator: Communicator
     ) -> list[tf.Tensor]:
-        """The vectors `(padded_size,)`, of which this rank has slices."""
+        """All-gather vectors `(padded_size,)` from the slices of all ranks."""
         if self.count == 1:
             return list(shards)
         gathered = communicator.all_gather(tf.stack(shards))
@@ -70,7 +70,7 @@ class Shards:
     def reduce(
         self, vector: tf.Tensor, communicator: Communicator
     ) -> tf.Tensor:
-        """This rank's slice of the sum of the vectors of all ranks."""
+        """Sum a vector over all ranks; return the slice of this rank."""
         if self.count == 1:
             return self.local_slice(vector, 0)
         padding = self.padded_size - vector.shape[0]
@@ -111,7 +111,7 @@ def square(vector: tf.Tensor) -> tf.Tensor:
 
 
 def zero_unless_finite(change: tf.Tensor) -> tf.Tensor:
-    """A vector, or zeros if any element is not finite."""
+    """Return a vector, or zeros if any element is not finite."""
     finite = tf.cast(tf.math.is_finite(square(change)), change.dtype)
     return tf.math.multiply_no_nan(change, finite)
 
@@ -121,7 +121,7 @@ def combinations(
     coefficients: tf.Tensor,
     subspace_step: SubspaceStep | None,
 ) -> list[tf.Tensor]:
-    """`V c`, then `V p` if a subspace step maps c to p."""
+    """Return `V c`, and `V p` if a subspace step maps c to p."""
     weights = [coefficients]
     if subspace_step is not None:
         weights.append(subspace_step(coefficients))
@@ -186,12 +186,12 @@ class Layout(abc.ABC):
         return self.columns.length, self.elements.length
 
     def local_values(self, values: tf.Tensor, rank: int) -> tf.Tensor:
-        """A worker's slice of a vector with one element per direction."""
+        """Slice a vector with one element per direction for a worker."""
         return self.columns.local_slice(values, rank)
 
     def ranges(self, rank: int) -> tuple[slice, slice]:
-        """The directions and elements of a worker's block of V^T."""
-        return self.columns.range(rank), self.elements.range(rank)
+        """Return the directions and the elements of a worker's block of V^T."""
+        return self.columns.local_range(rank), self.elements.local_range(rank)
 
     def regions(self, rank: int) -> tuple[Region, Region]:
         """Regions of a worker's block in V^T and of its coefficients."""
@@ -229,11 +229,11 @@ class Layout(abc.ABC):
         weights: Sequence[tf.Tensor],
         group: Communicator,
     ) -> tf.Tensor:
-        """Sum of `V c` over several local coefficients c, on all workers."""
+        """Compute the sum of `V c` over several local c, on all workers."""
 
     @abc.abstractmethod
     def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:
-        """The local block of V^T, from the Lanczos slices `(r, n / C)`."""
+        """Return the local block of V^T, given Lanczos slices `(r, n / C)`."""
 
     @abc.abstractmethod
     def projection_bytes(self, early_step: bool) -> int:

@@ -1,4 +1,8 @@
-"""MR-DHO2: accelerators estimate the curvature while workers train."""
+"""MR-DHO2: accelerators estimate the curvature while workers train.
+
+A worker is a replica that trains; an accelerator is a replica that only
+estimates the curvature (DHO2, section IV).
+"""
 
 import dataclasses
 import math
@@ -96,7 +100,9 @@ class FinalUpdate(Slots):
 
 
 class RoleState(State):
-    """The state of one replica of a job with accelerators.
+    """State of a replica in MR-DHO2.
+
+    The replica is a worker (trains) or an accelerator (estimates curvature).
 
     Attributes:
         accelerator: State of the Lanczos iteration; None on workers.
@@ -127,7 +133,7 @@ class RoleState(State):
 
     @override
     def contents(self) -> Contents:
-        """The state to save, without the estimation under way.
+        """Return the state to save, without the estimation in progress.
 
         No file has the section "estimation", so every load resets the progress
         on all replicas. The next interval starts a new estimation.
@@ -161,7 +167,7 @@ class MultiRoleMethod(FOSIMethod):
     @override
     def attach(self, job: Job) -> None:
         super().attach(job)
-        # Refuses a fraction that leaves a role without replicas.
+        # `assign_roles` rejects a fraction that leaves a role without replicas.
         self.roles = assign_roles(
             job.topology.replicas, self.settings.accelerator_fraction
         )
@@ -174,9 +180,10 @@ class MultiRoleMethod(FOSIMethod):
     def _sum_moments(
         self, groups: TraceLists[Communicator], value: tf.Tensor
     ) -> tf.Tensor:
-        """Sum of moments over the replicas of the same role."""
+        """Sum moments over the replicas of the same role."""
         if not self.roles.trains(self.job.rank):
-            # No collective, as accelerators run no backward pass.
+            # Accelerators run no backward pass: scale the local value instead
+            # of an all-reduce.
             return value * len(self.roles.accelerators)
         group = groups.current()
         if not group:
@@ -223,7 +230,7 @@ class MultiRoleMethod(FOSIMethod):
         self._send_weights(state, everyone)
 
     def _schedule(self, state: RoleState) -> tuple[tf.Tensor, tf.Tensor]:
-        """The Lanczos iterations of this step, equal on every replica.
+        """Schedule the Lanczos iterations of this step, equal on every replica.
 
         Iterations are spread evenly over the interval. Returns True if an
         estimation begins, and the number of iterations to reach.
@@ -247,7 +254,7 @@ class MultiRoleMethod(FOSIMethod):
     def _train_and_sum(
         self, step: Step, final: FinalUpdate, begins: tf.Tensor
     ) -> None:
-        """Take the inner optimizer's step; add to the sum of gradients."""
+        """Run the inner optimizer; add the gradient to the sum of gradients."""
         step.reduce()
         when(begins, lambda: final.begin(flat_weights(self.job.model)))
 
@@ -290,7 +297,7 @@ class MultiRoleMethod(FOSIMethod):
         tf.cond(due, in_graph(advance), lambda: tf.constant(0))
 
     def _synchronize(self, state: RoleState, step: Step) -> None:
-        """Wait for all; copy the update and skip counts to accelerators."""
+        """Wait for all replicas; copy the step counts to accelerators."""
         everyone, streak = step.group, self.job.local_state(self.job.streaks)
         counter = replica_copy(raw_iterations(self.job.inner_optimizer).value)
         count = tf.cast(counter, tf.float64)
@@ -349,7 +356,7 @@ class MultiRoleMethod(FOSIMethod):
     # ----------------------------------------------------------- reporting
     @override
     def first(self, updates: int) -> str:
-        """See `FOSIMethod.first`; the result comes after an interval."""
+        """Return the text on the first estimation, which takes an interval."""
         timing = self.timing
         end, interval = timing.warmup(self.states), timing.interval.get()
         if is_number(interval):
@@ -409,8 +416,8 @@ def hand_over(
 ) -> tuple[tf.Tensor, tf.Tensor] | None:
     """Send each worker its block of V^T, and all Ritz values.
 
-    On an accelerator, `spectrum` has its slices, and None is returned. On a
-    worker, returns the Ritz values and the block.
+    On an accelerator, `spectrum` holds the local slices of V^T; returns None.
+    On a worker, `spectrum` is None; returns the Ritz values and the block.
     """
     dtype, rank = layout.geometry.dtype, everyone.rank
     first = roles.accelerators[0]
@@ -459,7 +466,7 @@ def pieces(
     for position, worker in enumerate(roles.workers):
         rows, elements = layout.ranges(position)
         for index, accelerator in enumerate(roles.accelerators):
-            sent = shards.range(index)
+            sent = shards.local_range(index)
             start = max(elements.start, sent.start)
             stop = min(elements.stop, sent.stop)
             if start < stop and rows.start < rows.stop:
@@ -477,7 +484,7 @@ def piece_bytes(layout: Layout, roles: Roles, rank: int) -> int:
 
 
 def all_variables(model: keras.Model) -> list[keras.Variable]:
-    """The variables of a model, grouped by wire dtype."""
+    """Return the variables of a model, sorted by dtype in messages."""
     return sorted(
         [*model.trainable_variables, *model.non_trainable_variables],
         key=lambda v: str(wire_type(v)),
@@ -485,7 +492,7 @@ def all_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def wire_type(variable: keras.Variable) -> tf.DType:
-    """Dtype in which a variable is sent: its own if floating, else int64."""
+    """Return the dtype of a variable in messages; int64 if not floating."""
     dtype = tf.as_dtype(variable.dtype)
     return dtype if dtype.is_floating else tf.int64
 
@@ -493,7 +500,7 @@ def wire_type(variable: keras.Variable) -> tf.DType:
 def tap_moments(
     layer: keras.layers.Layer, total: Callable[[tf.Tensor], tf.Tensor]
 ) -> None:
-    """Sum the moments of a layer by `total` in training steps."""
+    """Sum the batch moments of a layer by `total` in training steps."""
 
     def moments(original: Callable[..., Any], /, *args: Any) -> Any:
         if not capturing():

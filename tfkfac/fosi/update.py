@@ -15,11 +15,11 @@ from tfkfac.fosi.layouts import SubspaceStep, zero_unless_finite
 from tfkfac.fosi.subspace import NewtonRate, State
 from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
-from tfkfac.training.step import Gradients, Step, Update, places_of
+from tfkfac.training.step import Gradients, Step, Update, indices_in
 
 
 def is_plain_sgd(job: Job) -> bool:
-    """True if the inner optimizer is SGD, optionally with momentum, alone.
+    """True if the inner optimizer is SGD, at most with momentum.
 
     Its weight change is then linear in the gradients. Weight decay, clipping,
     gradient accumulation and weights of a lower precision than the directions
@@ -62,7 +62,7 @@ def adopt(
     group: Communicator,
     job: Job,
 ) -> None:
-    """Replace the directions by those of an estimation, if it is usable.
+    """Replace the directions by the result of an estimation, if finite.
 
     `directions` is the local part of V^T.
     """
@@ -92,7 +92,7 @@ def flat_gradient(step: Step, length: int | None = None) -> tf.Tensor:
     weights = step.job.model.trainable_variables
     present = [g for g in step.gradients if g is not None]
     ordered: list[tf.Tensor | None] = [None] * len(weights)
-    for place, gradient in zip(places_of(step, weights), present, strict=True):
+    for place, gradient in zip(indices_in(step, weights), present, strict=True):
         ordered[place] = tf.convert_to_tensor(gradient)
     return flat_space(weights).join(ordered, length)
 
@@ -128,14 +128,14 @@ class SplitUpdate:
     decaying SGD momentum from before the last estimation.
     """
 
-    step: Step  # its group holds the training replicas
+    step: Step  # the group of the step holds the training replicas
     state: State
     rate: NewtonRate
     momentum: float  # of the Newton steps
     rate_clip: float  # upper bound of s
 
     def make(self) -> Update:
-        """Split the gradients; return the inner optimizer's share."""
+        """Split the gradients; return the gradients for the inner optimizer."""
         if self._is_change_predictable():
             _, remainders = self._split(self._sgd_step)
             if not self._scales_rate():
@@ -151,7 +151,7 @@ class SplitUpdate:
     def _is_change_predictable(self) -> bool:
         """True if `V^T d` is known before the inner step."""
         weights = self.step.job.model.trainable_variables
-        all_present = len(places_of(self.step, weights)) == len(weights)
+        all_present = len(indices_in(self.step, weights)) == len(weights)
         return all_present and is_plain_sgd(self.step.job)
 
     # ---------------------------------------------------------- the gradient
@@ -165,7 +165,7 @@ class SplitUpdate:
         """
         step, state = self.step, self.state
         weights = step.job.model.trainable_variables
-        space, order = flat_space(weights), places_of(step, weights)
+        space, order = flat_space(weights), indices_in(step, weights)
         dense = [
             tf.convert_to_tensor(g) for g in step.gradients if g is not None
         ]
@@ -214,7 +214,7 @@ class SplitUpdate:
 
     # -------------------------------------------------------------- plain SGD
     def _sgd_step(self, coefficients: tf.Tensor) -> tf.Tensor:
-        """`-alpha m / |lambda| - s V^T d`: coefficients of the change along V.
+        """Compute the change along V: `-alpha m / |lambda| - s V^T d`.
 
         SGD's momentum b becomes `mu b - rate (g - V c)`, so V^T b becomes
         `mu V^T b`. Then `V^T d = V^T b`, or `mu V^T b` with Nesterov momentum.
@@ -236,7 +236,7 @@ class SplitUpdate:
 
     # --------------------------------------------------- any inner optimizer
     def _accumulate(self, coefficients: tf.Tensor) -> None:
-        """Add to the mean over the inner optimizer's accumulation steps."""
+        """Add coefficients to the mean over gradient accumulation steps."""
         accumulated = self.state.existing_subspace.accumulated
         if accumulated is not None:
             steps = self.step.job.inner_optimizer.gradient_accumulation_steps
@@ -252,7 +252,7 @@ class SplitUpdate:
         model = self.step.job.model
         weights = model.trainable_variables
         space, length = flat_space(weights), self.state.layout.length
-        order = places_of(self.step, weights)
+        order = indices_in(self.step, weights)
         before = [tf.identity(v.value) for v in weights]
 
         def add() -> None:
@@ -296,7 +296,7 @@ class SplitUpdate:
         return alpha * momentum * subspace.inverse_curvature(step.group.rank)
 
     def _scales_rate(self) -> bool:
-        """True if s may differ from 1: only SGD scales with the gradient."""
+        """Return True if s may differ from 1, with SGD and `rate_clip > 1`."""
         inner = self.step.job.inner_optimizer
         return isinstance(inner, keras.optimizers.SGD) and self.rate_clip > 1
 

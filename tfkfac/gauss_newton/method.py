@@ -26,7 +26,7 @@ from tfkfac.gauss_newton.support import (
     RESIDUALS,
     Limits,
     check_model,
-    choose_spaces,
+    choose_solve_spaces,
     l2_of,
     train_without_xla,
     why_only_parameters,
@@ -40,9 +40,9 @@ from tfkfac.shell.method import Method
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
-from tfkfac.training.step import Gradients, Step, Update, places_of
+from tfkfac.training.step import Gradients, Step, Update, indices_in
 
-# Numbers of residuals in `summary` before the first step.
+# Numbers of residuals for which `summary` shows sizes before the first step.
 EXAMPLES = (100, 1_000, 10_000, 100_000)
 # Keys of `last_step`.
 _NAMES = (
@@ -132,7 +132,7 @@ class GaussNewtonMethod(Method):
         super().__init__(settings)
         self.states: tuple[State, ...] = ()
         self.conditions: Conditions | None = None  # model of `minimize`
-        # Numbers per example, set when a step is traced.
+        # Outputs and scalars per example, set when a step is traced.
         self.outputs, self.activations = 1, 0
 
     # ------------------------------------------------------------ the step
@@ -183,7 +183,7 @@ class GaussNewtonMethod(Method):
         Returns a function from a step d to the gradients -d, with which SGD at
         learning rate 1 computes `w + d`.
         """
-        indices = iter(places_of(step, self.job.model.trainable_variables))
+        indices = iter(indices_in(step, self.job.model.trainable_variables))
         by_gradient = [
             None if g is None else next(indices) for g in step.gradients
         ]
@@ -253,12 +253,12 @@ class GaussNewtonMethod(Method):
     def spaces(
         self, objective: Objective, residuals: int | tf.Tensor
     ) -> tuple[str, ...]:
-        """The space of a step; both, residuals first, to decide at run time."""
+        """Return the space of a step; both spaces to choose at run time."""
         replicas = self.job.topology.replicas
         # Replicas may have different numbers of examples.
         is_known = isinstance(residuals, int) and replicas == 1
         terms = objective.step.batch.terms
-        return choose_spaces(
+        return choose_solve_spaces(
             self.limits,
             self.settings.solve,
             residuals if is_known else None,
@@ -289,7 +289,7 @@ class GaussNewtonMethod(Method):
         model, replicas = self.job.model, self.job.topology.replicas
         check_model(model)
         only = why_only_parameters(model, replicas)
-        choose_spaces(self.limits, self.settings.solve, None, only)
+        choose_solve_spaces(self.limits, self.settings.solve, None, only)
         if not self.states:
             damping, space = self.settings.damping, self.space
             self.states = self.job.for_each(lambda rank: State(damping, space))
@@ -356,9 +356,9 @@ class GaussNewtonMethod(Method):
         sizes = {
             "gradients": size * wide,
             "curvature": packed_size((size, size)) * wide,
-            # The losses before the step and after its first try.
+            # Losses before the step and after the first try.
             "losses": 2 * tf.float64.size,
-            # Of the first try.
+            # Right-hand side for the acceleration in the first try.
             "acceleration": size * wide * self.settings.acceleration,
         }
         workers = self.job.topology.replicas

@@ -191,8 +191,8 @@ SPACES = (AUTO, PARAMETERS, RESIDUALS)
 DEFAULT_MAX_BYTES = 2**31
 # Square matrices in memory: the sum, its damped copy, the Cholesky factor.
 _MATRICES = 3
-# Copies of a row in memory: by variable and joined; in the space of residuals,
-# where all rows are in memory at once, also weighed by B^T.
+# Copies of a row in memory: per variable, and concatenated; in the space of
+# residuals, where all rows are in memory at once, also multiplied by B^T.
 _COPIES = {PARAMETERS: 2, RESIDUALS: 3}
 # Upper bound: scalars stored by a backward pass, 64 MiB in float64.
 MAX_STORED = 2**23
@@ -204,12 +204,12 @@ _MIN_BLOCK_ROWS = 256
 
 
 class Limits(NamedTuple):
-    """Sizes of a step, and its limit of memory."""
+    """Sizes and memory limit of a step."""
 
     weights: int  # number of weights n
-    dtype: tf.DType  # of the matrices
+    dtype: tf.DType  # dtype of the matrices
     max_bytes: int
-    outputs: int = 1  # per example
+    outputs: int = 1  # number of outputs per example
     activations: int = 0  # scalars of a forward pass per example
 
     def peak_bytes(self, space: str, residuals: int) -> int:
@@ -221,12 +221,13 @@ class Limits(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Rows per block in the space of parameters: those of some examples.
+        """Number of rows of K per block in the space of parameters.
 
-        Small blocks stay in the processor's cache. With fewer rows than
-        weights, summing `K^T K` of the blocks takes as long as computing it.
-        Activations use memory and time as well, so the block shrinks by the
-        factor `2 weights / (2 weights + activations)`.
+        A block has all rows of its examples, and about `max(n, 256)` rows:
+        small blocks stay in the processor's cache, but with fewer than n rows,
+        adding `K^T K` to the sum takes as long as computing `K^T K`. The
+        activations need memory and time as well, so the number of rows is
+        multiplied by `2 n / (2 n + activations)`.
         """
         fraction = 2 * self.weights / (2 * self.weights + self.activations)
         rows = int(max(self.weights, _MIN_BLOCK_ROWS) * fraction)
@@ -238,7 +239,7 @@ class Limits(NamedTuple):
         return max(MAX_STORED // max(self.activations, 1), 1)
 
     def space(self, solve: str, residuals: int) -> str:
-        """The smaller of the two spaces, if it is within the memory limit."""
+        """Return `solve`; for "auto", the smaller space that fits in memory."""
         if solve != AUTO:
             return solve
         few = residuals < self.weights
@@ -258,7 +259,7 @@ class Limits(NamedTuple):
         return (math.isqrt(b * b + 4 * a * c) - b) // (2 * a)
 
     def check_residuals(self, residuals: tf.Tensor) -> tf.Operation:
-        """Raise at run time if there are too many residuals for their space."""
+        """Raise at run time if a step in residuals exceeds the memory limit."""
         m = tf.cast(residuals, tf.int64)
         scalars = _MATRICES * m * m + m * self._row(RESIDUALS)
         size, unit = unit_of(self.max_bytes)
@@ -268,11 +269,11 @@ class Limits(NamedTuple):
         return refuse(m > self.max_residuals(), tf.strings.join(text))
 
     def _row(self, space: str) -> int:
-        """Scalars in memory per row."""
+        """Return the number of scalars in memory per row."""
         return _COPIES[space] * self.weights + self.activations
 
     def refusal(self, space: str, need: str) -> str:
-        """Error message for a step that is too large."""
+        """Return the error message for a step that is too large."""
         smaller = (
             "`batch_size` (with fewer residuals than weights, a step is "
             "solved in the space of residuals)"
@@ -288,13 +289,14 @@ class Limits(NamedTuple):
         )
 
 
-def choose_spaces(
+def choose_solve_spaces(
     limits: Limits, solve: str, residuals: int | None, only: str | None
 ) -> tuple[str, ...]:
-    """Choose the space of a step; both if the batch size decides at run time.
+    """Choose the space in which a step is solved: residuals or parameters.
 
-    The number of residuals is None if it is not static. `only` is the result
-    of `why_only_parameters`.
+    Returns both spaces if the batch size decides at run time. `residuals` is
+    the number of residuals, None if not static; `only` is the result of
+    `why_only_parameters`.
 
     Raises:
         ValueError: If no space is allowed.
@@ -309,7 +311,7 @@ def choose_spaces(
     if solve == AUTO and residuals is None:
         if limits.allows(PARAMETERS, limits.block):
             return RESIDUALS, PARAMETERS
-        return (RESIDUALS,)  # checked at run time
+        return (RESIDUALS,)  # memory is checked at run time
     space = limits.space(solve, residuals or 0)
     if residuals is None and space == PARAMETERS:
         residuals = limits.block

@@ -143,9 +143,9 @@ class Natural:
         return {}
 
 
-_FAR_RMS = 3.0  # root mean square of inputs that are far from unit scale
-# Nats per term. From this loss on, many clipped steps are normal: of 14 healthy
-# runs, the clip limited that of an autoencoder.
+_MAX_INPUT_RMS = 3.0  # RMS of inputs above which a hint is printed
+# Loss in nats per term from which many clipped steps are normal. Of 14 healthy
+# runs, only the run of an autoencoder was limited by the clip.
 _HIGH_LOSS = 20.0
 
 
@@ -177,7 +177,7 @@ def hint_at_clip(
 
 
 def far_inputs(layers: Sequence[ActiveBlock]) -> tuple[str, tf.Tensor]:
-    """Path of the model's first layer; True if its inputs have a large RMS."""
+    """Return the path of the first layer; True if the inputs are large."""
     # The backward pass ends with the first layer of the model.
     first = max(layers, key=lambda layer: max(r.order for r in layer.records))
     inputs, block = first.records[-1].inputs, first.block
@@ -185,7 +185,7 @@ def far_inputs(layers: Sequence[ActiveBlock]) -> tuple[str, tf.Tensor]:
     is_far = tf.constant(False)
     if has_scale and tf.is_tensor(inputs) and inputs.dtype.is_floating:
         squares = tf.square(tf.cast(inputs, tf.float32))
-        is_far = tf.sqrt(tf.reduce_mean(squares)) > _FAR_RMS
+        is_far = tf.sqrt(tf.reduce_mean(squares)) > _MAX_INPUT_RMS
     return block.path, is_far
 
 
@@ -265,7 +265,7 @@ def matrix_pairs(
 
 
 def _form_key(target: str, block: Block) -> Hashable:
-    """Key of the conversion of gradients to `target`; None if not shared."""
+    """Return the cache key of the conversion to `target`, or None."""
     return None if block.form is None else (target, block.form)
 
 
@@ -305,11 +305,11 @@ def apply_cheaper(
     layers: Sequence[ActiveBlock],
     rows: Sequence[RowGradient],
 ) -> list[tuple[Any, ...]]:
-    """Call a function with each row gradient, or its matrix if it is cheaper.
+    """Call a function with the cheaper form of each gradient: rows or matrix.
 
     Args:
-        compute: Function of a block and its gradient. It returns a gradient,
-            followed by tensors.
+        compute: Function of a block and a gradient of the block. Returns a
+            gradient, followed by tensors.
         layers: The blocks.
         rows: The gradients of the blocks.
     """
@@ -318,7 +318,7 @@ def apply_cheaper(
     for i, (layer, W) in enumerate(zip(layers, rows, strict=True)):
         count = W.a.shape[0]
         if count is None:
-            # A power of two, so that similar blocks share a branch.
+            # Round to a power of two, so that similar blocks share a branch.
             limit = 1 << (layer.row_limit.bit_length() - 1)
             undecided.setdefault(limit, []).append(i)
         elif count <= layer.row_limit:
@@ -328,17 +328,17 @@ def apply_cheaper(
     for limit, group in undecided.items():
         pairs = [(layers[i], rows[i]) for i in group]
         results.update(
-            zip(group, _apply_undecided(compute, pairs, limit), strict=True)
+            zip(group, _apply_at_runtime(compute, pairs, limit), strict=True)
         )
     return [results[i] for i in range(len(layers))]
 
 
-def _apply_undecided(
+def _apply_at_runtime(
     compute: Callable[[ActiveBlock, LayerGradient], tuple[Any, ...]],
     pairs: Sequence[tuple[ActiveBlock, RowGradient]],
     limit: int,
 ) -> list[tuple[Any, ...]]:
-    """`apply_cheaper` if the number of rows is unknown in the trace."""
+    """Choose rows or matrices at run time, by the number of rows."""
 
     def by_rows() -> list[tuple[Any, ...]]:
         results = [compute(layer, W) for layer, W in pairs]
@@ -354,7 +354,7 @@ def _apply_undecided(
 
 
 def scale_rows(layer: ActiveBlock, step: Step) -> RowGradient:
-    """Scale rows to the negative log-likelihood and this replica's share."""
+    """Scale rows to the NLL, weighted by this replica's share of the mean."""
     rows = layer.rows
     assert rows is not None
     scale, share = _reciprocal(step.loss.unit), step.share
@@ -438,7 +438,7 @@ def check(
 def _check_matrices(
     W: tf.Tensor, P: tf.Tensor, damping: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """`check` for matrices."""
+    """Apply `check` to the matrices of several blocks."""
     gradient, product, valid = check(
         MatrixGradient(W), MatrixGradient(P), damping
     )

@@ -78,8 +78,8 @@ class Spectral(Natural):
     )
     has_momenta = True
     extra_scalars = 2  # per block: <D, N> and <P, N>
-    # A row of an embedding table sees little of the data. An orthogonalised
-    # step would move it as far as a row that sees all.
+    # Few examples use a row of an embedding table, but an orthogonalised step
+    # would move all rows by the same length.
     excluded_blocks = TABLES
 
     @override
@@ -237,12 +237,13 @@ def _replace_direction(
     return [select(valid, D, unit), select(valid, products, pair)]
 
 
-# Minimum Fisher length of a step, and minimum of its square over the loss.
-# Measured on tiny models of 13 types.
-_LEAST, _SHARE = 0.07, 0.005
-# Minimum Fisher length per block; squares add over blocks. Fitted to a
-# MobileNet with 87 blocks, for which 0.07 is too short.
-_PER_BLOCK = 0.02
+# Fisher length of a step at the learning rate 1, with the loss L in nats:
+# `kappa^2 = max(_SQUARED_LENGTH_PER_LOSS * L, _MIN_FISHER_LENGTH^2)`. Fitted to
+# tiny models of 13 types.
+_MIN_FISHER_LENGTH, _SQUARED_LENGTH_PER_LOSS = 0.07, 0.005
+# Minimum Fisher length per block: kappa is at least `0.02 sqrt(blocks)`. Fitted
+# to a MobileNet with 87 blocks, for which 0.07 is too short.
+_MIN_PER_BLOCK = 0.02
 
 
 def hint_at_inputs(
@@ -300,8 +301,8 @@ def spectral_length(
     bound *= tf.cast(damping, tf.float64)
     # The gradients may be finite although the loss is not.
     loss = tf.where(tf.math.is_finite(loss), loss, tf.zeros_like(loss))
-    least = max(_LEAST, _PER_BLOCK * math.sqrt(len(products)))
-    kappa = tf.sqrt(tf.maximum(_SHARE * loss, least**2))
+    least = max(_MIN_FISHER_LENGTH, _MIN_PER_BLOCK * math.sqrt(len(products)))
+    kappa = tf.sqrt(tf.maximum(_SQUARED_LENGTH_PER_LOSS * loss, least**2))
     length = tf.sqrt(tf.maximum(square, bound))
     factor = tf.math.divide_no_nan(kappa, length)
     return Clip(factor, tf.square(kappa))

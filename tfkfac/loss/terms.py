@@ -51,13 +51,14 @@ T = TypeVar("T")
 
 
 class Known(NamedTuple):
-    """Likelihood and unit of a known loss.
+    """Likelihood of a known loss, and unit u (see the module) of the loss.
 
     Attributes:
         likelihood: Name of the likelihood; None if the user has registered
             another distribution.
         factor: Unit of the loss if it sums over the outputs of a term.
-        is_mean: True if it averages over them: the unit is `factor / D`.
+        is_mean: True if the loss is a mean over the D outputs of a term: the
+            unit is `factor / D`.
     """
 
     likelihood: str | None
@@ -65,8 +66,8 @@ class Known(NamedTuple):
     is_mean: bool = False
 
 
-# Keyed by the function or the class of the loss.
-_known: dict[Any, Known] = {
+# Likelihoods of losses, keyed by the function or the class of the loss.
+_KNOWN_LOSSES: dict[Any, Known] = {
     keras.losses.mean_squared_error: Known(NORMAL, 2.0, True),
     keras.losses.binary_crossentropy: Known(BERNOULLI, is_mean=True),
     keras.losses.poisson: Known(POISSON, is_mean=True),
@@ -74,7 +75,7 @@ _known: dict[Any, Known] = {
     keras.losses.sparse_categorical_crossentropy: Known(CATEGORICAL),
     keras.losses.kl_divergence: Known(CATEGORICAL),
 }
-# Losses registered by the user, keyed like `_known`.
+# Losses registered by the user, keyed like `_KNOWN_LOSSES`.
 _registered: set[Any] = set()
 # Keras' losses that need a label for each output.
 _ELEMENTWISE = {
@@ -84,7 +85,7 @@ _ELEMENTWISE = {
     keras.losses.log_cosh,
     keras.losses.poisson,
 }
-_TOLERANCE = 1e-3  # relative difference of two values of a loss
+_TOLERANCE = 1e-3  # relative difference of two equal loss values
 
 
 def check_labels(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> None:
@@ -109,11 +110,11 @@ def check_labels(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> None:
 def register_loss(loss: Any, factor: float | None, is_mean: bool) -> None:
     """Register a class or function of losses, with the fields of `Known`.
 
-    A factor of None keeps the built-in or recognized unit, 1 by default.
+    A factor of None keeps the built-in or recognized unit, else 1.
     """
     _registered.add(loss)
     if factor is not None:
-        _known[loss] = Known(None, factor, is_mean)
+        _KNOWN_LOSSES[loss] = Known(None, factor, is_mean)
 
 
 def look_up(table: Mapping[Any, T], loss: keras.losses.Loss) -> T | None:
@@ -122,23 +123,25 @@ def look_up(table: Mapping[Any, T], loss: keras.losses.Loss) -> T | None:
 
 
 def needs_recognition(loss: keras.losses.Loss) -> bool:
-    """Return True if the unit must be determined from the batch."""
-    return look_up(_known, loss) is None and not is_of_keras(loss)
+    """Return True if the likelihood and unit `u` depend on the batch."""
+    return look_up(_KNOWN_LOSSES, loss) is None and not is_of_keras(loss)
 
 
 def find_unit(
     call: LossCall, reduction: Reduction
 ) -> tuple[float | tf.Tensor, str | None, Recognition | None]:
-    """Return the unit of a loss, its likelihood, and a comparison.
+    """Find the likelihood of a loss, and the scale of the loss relative to it.
 
-    The unit is the ratio of a loss value to the negative log-likelihood of its
-    term. For an unknown loss it is 1, to be multiplied by the result of the
-    comparison with likelihoods in this batch.
+    Returns:
+        `(unit, likelihood, recognition)`. The unit is the ratio of a loss value
+        to the negative log-likelihood of the term; 1 for an unknown loss. The
+        likelihood is a name, or None if unknown. The recognition compares an
+        unknown loss with the likelihoods in this batch, else None.
     """
     y_pred = call.y_pred
     if not tf.is_tensor(y_pred) or not y_pred.shape.rank:
         return 1.0, None, None
-    known = look_up(_known, call.loss)
+    known = look_up(_KNOWN_LOSSES, call.loss)
     if known is not None:
         features = 1.0
         if known.is_mean:
@@ -171,8 +174,8 @@ def _likelihood(
 def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:
     """Return the number of outputs that each loss value averages.
 
-    It is a tensor if the static shapes are unknown. It does not depend on the
-    number of examples, which may be 0.
+    The number is a tensor if the static shapes are unknown. The number of
+    examples, which may be 0, has no effect.
     """
     rank = values.shape.rank
     if rank == 0:
@@ -309,7 +312,8 @@ def _terms_of(
 ) -> LossTerms:
     values = reduction.values
     unit, likelihood, recognition = find_unit(call, reduction)
-    # A positive unit keeps the sign of a negative loss weight in the step.
+    # Keep the unit positive, so that a negative loss weight still reverses the
+    # step.
     scale = tf.abs(_wide(weight)) * _wide(unit)
     value = tf.cast(call.result, values.dtype) * tf.cast(weight, values.dtype)
     is_fixed = not (tf.is_tensor(unit) or tf.is_tensor(weight))

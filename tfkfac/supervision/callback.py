@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from typing_extensions import override
 
-from tfkfac.cluster.watch import Standstill, find_standstill
+from tfkfac.cluster.watch import StallDetector, find_detector
 from tfkfac.compat.models import first_epoch
 from tfkfac.distributed.agreement import exchange
 from tfkfac.distributed.topology import find_topology
@@ -18,7 +18,7 @@ from tfkfac.supervision import comparison
 
 
 class Supervision(keras.callbacks.Callback):
-    """Supervise a `fit`: compare workers, gather state, detect standstills.
+    """Supervise a `fit`: compare workers, gather state, detect stalls.
 
     It runs on all workers, before the callbacks of the user:
 
@@ -28,10 +28,10 @@ class Supervision(keras.callbacks.Callback):
       saves if it has an attribute `save_freq` like Keras' callbacks: "epoch"
       or a number of batches. A callback with a true attribute `is_collective`
       must be on all workers.
-    - It records the end of each batch for `Standstill`.
+    - It records the end of each batch for `StallDetector`.
     - It counts the steps, which ends a `fit` with too many skipped steps. At
       the end of each epoch it collects the events of all workers, and at the
-      end of `fit` it prints them; compiled with XLA, a step cannot print them.
+      end of `fit` it prints the events: a step compiled with XLA cannot print.
 
     After `on_train_begin` of all callbacks, `last` passes the number of steps
     to the method and the schedules, and compares the positions of the workers.
@@ -52,11 +52,11 @@ class Supervision(keras.callbacks.Callback):
         self._optimizer = optimizer
         self._callbacks = callbacks
         self._initial_epoch = initial_epoch
-        self._standstill: Standstill | None = None
+        self._stall_detector: StallDetector | None = None
         self._is_alone = True
         self._frequencies: set[str | int | None] = set()
         self._batches = 0
-        # Update at which the first epoch of unknown length began.
+        # Number of updates before the first epoch, if the length is unknown.
         self._first_update: int | None = None
         self._events_before: collections.Counter[tuple[str, int]]
         self._events: collections.Counter[str] = collections.Counter()
@@ -71,7 +71,7 @@ class Supervision(keras.callbacks.Callback):
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         strategy = self.model.distribute_strategy
-        self._standstill = find_standstill(strategy)
+        self._stall_detector = find_detector(strategy)
         self._is_alone = find_topology(strategy).processes == 1
         if not self._is_alone:
             self._exchange_frequencies()
@@ -91,13 +91,13 @@ class Supervision(keras.callbacks.Callback):
 
     @override
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._standstill is not None:
-            self._standstill.record_step()
+        if self._stall_detector is not None:
+            self._stall_detector.record_step()
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._first_update is not None:
-            # The first epoch has shown the number of updates of an epoch.
+            # The number of updates per epoch is known after the first epoch.
             updates = self._optimizer.num_updates - self._first_update
             epochs = self.params["epochs"] - epoch - 1
             self._optimizer.plan.begin(
@@ -113,7 +113,8 @@ class Supervision(keras.callbacks.Callback):
     def _count_events(self) -> None:
         """Count the events of this `fit` on all workers.
 
-        Not at the end of `fit`, which a worker can reach before the others.
+        Runs after each epoch and not at the end of `fit`, which a worker can
+        reach before the others.
         """
         new = self._optimizer.event_counts()
         self._events = largest_counts(new - self._events_before)
@@ -152,10 +153,10 @@ class Supervision(keras.callbacks.Callback):
         )
 
     def _plan_run(self, epoch: int, epochs: int, steps: int | None) -> None:
-        """Begin the plan of `FitDecay`; a resumed run has its plan already.
+        """Begin the plan of `FitDecay`, unless a backup contained the plan.
 
-        The plan in a loaded state is that of this run if both end together,
-        within an epoch: a backup may be from the middle of one.
+        A loaded plan belongs to this run if the planned ends differ by less
+        than an epoch: a backup may be from the middle of an epoch.
         """
         plan, now = self._optimizer.plan, self._optimizer.num_updates
         if steps is None:
@@ -171,7 +172,7 @@ class Supervision(keras.callbacks.Callback):
             plan.begin(now, max(length, 0))
 
     def _start_run(self) -> None:
-        """Pass the number of steps to the method; compare the workers."""
+        """Set the run length of the method; check that all workers agree."""
         epochs, steps = self.params.get("epochs"), self.params.get("steps")
         epoch = first_epoch(self.model, self._initial_epoch)
         total = None if steps is None else epochs * steps

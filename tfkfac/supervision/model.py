@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfkfac.capture.model_taps import no_batch_counted
 from tfkfac.capture.walk import detach, unbuilt
-from tfkfac.cluster.watch import find_standstill
+from tfkfac.cluster.watch import find_detector
 from tfkfac.compat.models import (
     Arguments,
     Callbacks,
@@ -117,10 +117,10 @@ def _supervise(
                 yield callbacks
                 return
             stack.enter_context(as_errors())
-            standstill = find_standstill(strategy)
-            if standstill is not None:
-                stack.enter_context(standstill.training())
-            stack.callback(optimizer.plan.begin, 0, 0)  # rates are at the peak
+            stall_detector = find_detector(strategy)
+            if stall_detector is not None:
+                stack.enter_context(stall_detector.training())
+            stack.callback(optimizer.plan.begin, 0, 0)  # reset rates to peak
             for callback in callbacks:
                 if isinstance(callback, contextlib.AbstractContextManager):
                     stack.enter_context(callback)

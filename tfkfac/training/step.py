@@ -72,15 +72,15 @@ class Step:
         self._dropped: list[int] = []
 
     def among(self, members: tuple[int, ...]) -> "Step":
-        """The step of a subgroup that contains this replica."""
+        """Return the step for a subgroup that contains this replica."""
         return dataclasses.replace(self, group=self.group.among(members))
 
     @property
     def loss(self) -> LossMeasure:
-        """Measure of the loss over the replicas of the group.
+        """Number of terms, unit and weights of the loss over the group.
 
-        Computed in the first access, by `reduce` or `weigh`, which every
-        training replica calls outside of branches.
+        The first access, in `reduce` or `weigh`, runs collectives: every
+        training replica calls these methods outside of branches.
         """
         # No `cached_property`: before Python 3.12 all instances share its
         # lock, and replicas that are threads would deadlock.
@@ -94,7 +94,7 @@ class Step:
         return self._measure
 
     def weighted_loss(self) -> tf.Tensor:
-        """This replica's part of the mean loss, float64; 0 if not observed."""
+        """Return this replica's term of the mean loss, float64; else 0."""
         value = self.batch.value
         if value is None:
             return tf.zeros([], tf.float64)
@@ -110,7 +110,7 @@ class Step:
     def drop_gradients(self, indices: Sequence[int], bound: tf.Tensor) -> None:
         """Set gradients to None, so that TensorFlow prunes their computation.
 
-        `bound` is a scalar that is not finite if any of them is not finite.
+        `bound` is a scalar that is not finite if any dropped gradient is not.
         """
         for i in indices:
             self.gradients[i] = None
@@ -119,7 +119,7 @@ class Step:
 
     @property
     def share(self) -> tf.Tensor | None:
-        """Factor for this replica's gradients; None is 1.
+        """Weight of this replica's gradients in the mean; None is 1.
 
         Replicas with batches of different sizes (at the end of an epoch) have
         different weights in the global mean. None if `weigh_loss` has already
@@ -144,7 +144,7 @@ class Step:
         ]
 
     def reduce(self, *extra: tf.Tensor) -> list[tf.Tensor]:
-        """All-reduce the gradients to those of the group's mean loss.
+        """All-reduce the gradients to the gradients of the group's mean loss.
 
         This is the only reduction of the gradients. Returns the sums of the
         `extra` tensors, which are sent in the same messages.
@@ -152,7 +152,7 @@ class Step:
         self.weigh()
         sums = list(extra)
         if self.group.size > 1:
-            # The last layers first: the backward pass begins with them.
+            # Send the last layers first, in the order of the backward pass.
             present = [g for g in self.gradients[::-1] if g is not None]
             lists = [present, self._bounds, sums]
             reduced = iter(self.group.all_reduce(list(chain(*lists))))
@@ -200,8 +200,8 @@ class Step:
     def keep_finite(self, losses: tf.Tensor) -> None:
         """Restore moving statistics that are not finite after a micro-batch.
 
-        If its loss or the sum of the `losses` of the micro-batches before it
-        in the same step is not finite, it is left out of the metrics.
+        The metrics exclude the micro-batch if the loss of the micro-batch, or
+        the sum `losses` over earlier micro-batches of the step, is not finite.
         """
         lost = is_lost(self.batch.value, losses)
         self._streak.excluded.assign(tf.cast(lost, tf.int64))
@@ -235,7 +235,7 @@ class Step:
         return [self.variables[i].path for i in [*present, *self._dropped]]
 
     def _finite_flags(self) -> tf.Tensor:
-        """One bool per gradient, True if finite; equal on all replicas."""
+        """Return a bool per gradient, True if finite; equal on all replicas."""
         values = [
             g.values if isinstance(g, tf.IndexedSlices) else g
             for g in self.gradients
@@ -250,7 +250,7 @@ class Step:
         return tf.equal(total, 0)
 
     def _apply_inner(self, update: Update) -> None:
-        """Apply inner and rest optimizer, without a second reduction."""
+        """Apply the inner and the rest optimizer to reduced gradients."""
         inner, rest = self.job.inner_optimizer, self.job.rest_optimizer
         # Gradients that are passed unchanged may belong to an outer graph.
         pairs = [
@@ -261,8 +261,8 @@ class Step:
         if rest is not None:
             uncovered = [p for p in pairs if knows_variable(rest, p[1])]
             covered = [p for p in pairs if not knows_variable(rest, p[1])]
-            # The rest optimizer, whose rate may follow the inner's, goes
-            # first: before the inner one counts this step.
+            # The learning rate of the rest optimizer may follow the rate of
+            # the inner optimizer: use the rate before the step is counted.
             tasks = [(rest, uncovered, None), (inner, covered, update.after)]
         for optimizer, gradients, after in tasks:
             with updates_in_replica(optimizer, after):
@@ -295,8 +295,8 @@ def weigh_loss(loss: tf.Tensor, job: Job, peers: tuple[int, ...]) -> tf.Tensor:
     return weigh(loss, batch.terms, measure.shares)
 
 
-def places_of(step: Step, weights: Sequence[keras.Variable]) -> list[int]:
-    """Index among `weights` of the variable of each present gradient."""
+def indices_in(step: Step, weights: Sequence[keras.Variable]) -> list[int]:
+    """Return the index in `weights` of each variable that has a gradient."""
     inner = step.job.inner_optimizer
     position = {variable_key(inner, v): i for i, v in enumerate(weights)}
     return [
