@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 hook_compile()
-# What `compile("kfac")` finds, as it finds Keras' own.
+# Register the names, so that `model.compile("kfac")` works like "adam".
 keras.saving.get_custom_objects().update(
     kfac=KFAC, fosi=FOSI, gaussnewton=GaussNewton, gauss_newton=GaussNewton
 )

@@ -181,7 +181,7 @@ class Block(abc.ABC):
     def input_statistic(
         self, a: tf.Tensor, weights: tf.Tensor | None, sharing: str
     ) -> Statistic:
-        """Sum of `a a^T` over the rows with nonzero weight, and their number.
+        """Sum `a a^T` over the rows with nonzero weight, and count these rows.
 
         "reduce" and "average" use the mean over the positions of an example.
         """

@@ -240,7 +240,7 @@ def _image_geometry(layer: keras.layers.Layer) -> Geometry:
 
 
 def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
-    """Transpose an image to channels last if the layer's are first."""
+    """Transpose the image of a channels-first layer to channels last."""
     if layer.data_format == "channels_last":
         return tensor
     rank = tensor.shape.rank
@@ -258,7 +258,10 @@ def conv_slices(layer: keras.layers.Layer, image: tf.Tensor) -> list[tf.Tensor]:
 
 
 def split_channels(slices: Sequence[tf.Tensor], groups: int) -> tf.Tensor:
-    """Join slices to `(batch, shared, groups, offsets * group channels)`."""
+    """Concatenate slices and split their channels into groups.
+
+    Returns patches `(batch, shared, groups, offsets * channels per group)`.
+    """
     offsets, channels = len(slices), slices[0].shape[-1] // groups
     patches = fold_positions(tf.concat(slices, -1))
     shape = tf.shape(patches)[:2]

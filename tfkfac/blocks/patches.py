@@ -482,7 +482,7 @@ def _subtract_edge(
     kernel = [cells, window.size[1]] if axis == 0 else [window.size[0], cells]
     products = pairs.patch_products(strip, kernel)
     for overlap in range(1, cells + 1):
-        # The position where the kernel overlaps `overlap` cells of the strip.
+        # At this position the kernel overlaps `overlap` cells of the strip.
         outside, hidden = size - overlap, cells - overlap
         index = [slice(None)] * 4
         paddings = [[0, 0]] * total.shape.rank

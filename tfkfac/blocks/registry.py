@@ -378,7 +378,7 @@ def register_block(
 
 
 def _types_like(like: Any) -> BlockTypes:
-    """Return the block classes for the argument `like`."""
+    """Return the block classes of the layer class `like`."""
     types = _types_of_class(like) if isinstance(like, type) else None
     if types is None:
         known = [c.__name__ for c in (*BLOCKS, *_registered)]

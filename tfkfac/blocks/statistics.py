@@ -36,7 +36,7 @@ class Subsample(NamedTuple):
         fraction: Fraction of the examples, in (0, 1].
         offset: int64, number of earlier subsamples. Each offset selects other
             examples.
-        least: Minimum number of examples, where the batch has as many.
+        least: Minimum number of examples, if the batch has enough examples.
     """
 
     fraction: float
@@ -185,7 +185,7 @@ def batch_statistics(
     """
     if not layers:
         return {}
-    # Read variables once, not for each layer.
+    # Read the variables of the view once, not for each layer.
     view = view.with_scalars(view.scalars())
     counts = collections.Counter(
         _trace_key(block, record, view)
@@ -197,8 +197,8 @@ def batch_statistics(
         statistics = []
         for record in records:
             key = _trace_key(block, record, view)
-            # A function for a single call would only make the trace slower.
-            # Convolutions get oneDNN kernels in a function.
+            # Share a function unless a single call would use it, which only
+            # slows tracing. In a function, convolutions get oneDNN kernels.
             if key is None or (key.any_size and counts[key] == 1):
                 statistics.append(_sums(block, record, view))
             else:
@@ -258,7 +258,7 @@ def _add(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 def _shared_sums(
     block: Block, record: Record, view: View, key: TraceKey
 ) -> dict[str, Statistic]:
-    """`_sums` by a traced function that calls with equal keys share."""
+    """Compute `_sums` in a traced function, shared by equal keys."""
 
     def sums(
         inputs: tf.Tensor,
@@ -284,7 +284,7 @@ def _shared_sums(
 
 
 def _sums(block: Block, record: Record, view: View) -> dict[str, Statistic]:
-    """Statistics of one call: those of G, and of A if the block has it."""
+    """Return the statistics of one call: G, and A if the block has A."""
     rows, size, examples = _rows(block, record, view.subsample)
     terms = size if view.terms is None else view.terms
     count = tf.cast(terms, block.dtype)
@@ -347,7 +347,7 @@ def _row_weights(
     size: int | tf.Tensor,
     examples: Examples | None,
 ) -> tf.Tensor | None:
-    """Weights of the rows in A, 1 or 0; None if all are 1.
+    """Return the weights of the rows in A, 1 or 0; None if all are 1.
 
     Weight 0: rows that are padded or have sample weight 0, and have gradient
     0. Such a row with a nonzero gradient counts: a later layer may ignore the
@@ -389,7 +389,7 @@ def _broadcast_positions(weightless: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
     return tf.cond(same_size, by_position, by_example)
 
 
-# For each call of a layer, its records in the order of the backward passes.
+# Records of each call of a layer, in the order of the backward passes.
 Calls = Sequence[Sequence[Record]]
 
 # Largest squared relative distance of equal gradients.
@@ -432,8 +432,8 @@ def _compare(
 
     Returns:
         Index of the first choice that equals the gradient, else of the first
-        with its direction, else of the nearest. And a scalar bool, False in
-        the last case.
+        choice with the direction of the gradient, else of the choice with the
+        smallest angle; and a scalar bool, False for the smallest angle.
     """
     rows = [tf.reshape(matrix, [1, -1]) for matrix in (*recorded, gradient)]
     matrix = tf.concat(rows, 0)
@@ -444,7 +444,7 @@ def _compare(
     sg = tf.linalg.matvec(choices, along)
     squared_errors = gg - 2 * sg + ss
     squared_cosines = tf.math.divide_no_nan(tf.square(sg), ss * gg)
-    # An opposite direction does not reproduce the gradient.
+    # Reject the opposite direction: a negative multiple is another gradient.
     squared_sines = tf.where(
         sg > 0, 1 - squared_cosines, tf.ones_like(squared_cosines)
     )
@@ -463,7 +463,7 @@ def _compare(
 
 
 def _first(flags: tf.Tensor) -> tf.Tensor:
-    """Index of the first true flag."""
+    """Return the index of the first true flag."""
     return tf.argmax(tf.cast(flags, tf.int32))
 
 

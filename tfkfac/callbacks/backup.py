@@ -28,7 +28,7 @@ from tfkfac.distributed.agreement import exchange
 from tfkfac.saving.entries import FORMAT, format_fault
 from tfkfac.shell.optimizer import SecondOrderOptimizer, find_optimizer
 
-EXIT_CODE = 128 + signal.SIGTERM  # as a shell reports the end by SIGTERM
+EXIT_CODE = 128 + signal.SIGTERM  # exit code of a shell after SIGTERM
 _SUFFIX = ".weights.h5"
 _NAME = re.compile(r"epoch-(\d+)(?:_batch-(\d+))?\.weights\.h5")
 _MISSING = "is not there"  # fault of a backup that only worker 0 can read
@@ -108,7 +108,7 @@ class ChiefBackup(
         self._stopping: Stopping | None = None
         self._sigterm_received = False
         self._epoch = self._num_skipped = self._num_done = 0
-        self._damaged: set[str] = set()  # file names
+        self._damaged: set[str] = set()  # names of damaged backups
 
     def __exit__(self, *error: Any) -> None:
         """Restore the signal handler after `fit`, also after an error."""
@@ -362,9 +362,11 @@ def _parse_name(name: str) -> tuple[int, int]:
 
 
 def _check_backup(path: pathlib.Path) -> dict[str, str]:
-    """Return "checksum" of a valid backup, else its "fault" or "format".
+    """Check that a backup is complete and has the format of this version.
 
-    "format" is the version of a file that another version has written.
+    Returns:
+        A dict with one key: "checksum" of a valid backup; "format", the format
+        of a backup by another version; or "fault", a text, for other errors.
     """
     try:
         checksum = verify_checksum(path)

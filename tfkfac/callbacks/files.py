@@ -6,10 +6,10 @@ import os
 import pathlib
 from collections.abc import Callable
 
-PARTIAL_PREFIX = ".writing-"  # of the name of an incomplete file
-_MARK = b"\ntfkfac sha256 "  # before the digest, at the end of a file
-_HEX_DIGITS = 64  # of SHA-256
-_CHUNK_BYTES = 2**20  # bytes
+PARTIAL_PREFIX = ".writing-"  # prefix of the name of an incomplete file
+_MARK = b"\ntfkfac sha256 "  # precedes the digest at the end of a file
+_HEX_DIGITS = 64  # length of an SHA-256 digest
+_CHUNK_BYTES = 2**20
 
 
 def replace_file(

@@ -64,11 +64,11 @@ def replica_id() -> int:
 
 
 N = TypeVar("N")
-# The overridden method.
+# Original method, called inside of the override.
 Below = Callable[..., Any]
 # Lists of one graph, keyed by (id of the `TraceLists`, replica).
 _Store = dict[tuple[int, int], list[Any]]
-# Variables of one replica, and values of them.
+# (variable, value) pairs of one replica.
 Values = list[tuple[tf.Variable, tf.Tensor]]
 
 _recording = threading.local()
@@ -98,7 +98,7 @@ class TraceLists(Generic[N]):
         return store.setdefault((id(self), index), [])
 
     def visible(self, and_eager: bool = False) -> list[list[N]]:
-        """Return this replica's lists with tensors that can be used here.
+        """Return this replica's lists of all graphs that can be used here.
 
         One list per graph: the enclosing graphs (of a `tf.cond` branch) from
         the outermost, then the current graph. With `and_eager`, the eager
@@ -279,7 +279,7 @@ class BeforeTap(ModelTap[Values]):
     """Record the state of a model before its first call in a training step.
 
     The call changes moving statistics and random seeds; a skipped step
-    restores them. In a graph, unused values cost nothing.
+    restores them. In a graph, TensorFlow prunes unused values.
     """
 
     method = "call"
@@ -296,7 +296,7 @@ class BeforeTap(ModelTap[Values]):
 
 
 class MetricsDecision(NamedTuple):
-    """Decision whether the batch of a step counts in the metrics.
+    """Flags that decide whether the metrics include the batch of a step.
 
     Attributes:
         flag: Positive if the batch is excluded from the metrics.
@@ -338,7 +338,7 @@ class MetricsTap(ModelTap[MetricsDecision]):
             for metric in model.metrics:
                 if any(id(v) not in old for v in metric.variables):
                     metric.reset_state()
-        # Unconditional: a `tf.cond` takes longer than the assignments.
+        # Assign unconditionally: a `tf.cond` takes longer.
         for variable, value in saved:
             variable.assign(
                 tf.raw_ops.Select(condition=excluded, x=value, y=variable)

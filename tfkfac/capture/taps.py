@@ -160,7 +160,7 @@ class Tap:
         call_time, replica = next(_clock), replica_id()
         # Do not capture `self`: a tape would keep the layer alive in a cycle.
         records = self._records
-        # Forward mode calls `record` before there are moments.
+        # In forward mode, `record` runs before the moments are known.
         moments: Any = None
 
         def record(gradient: tf.Tensor, output: tf.Tensor | None) -> None:
@@ -169,9 +169,9 @@ class Tap:
                 inputs, gradient, mask, arguments, moments, time, output
             )
             stored = records.current(replica)
-            # Drop records from before this call. They are of an earlier
-            # micro-batch, or of a backward pass that was not for this
-            # optimizer (a saliency map, the other network of a GAN).
+            # Drop records from before this call: records of an earlier
+            # micro-batch, or of a backward pass for another purpose (a
+            # saliency map, the other network of a GAN).
             stored[:] = [r for r in stored if r.gradient_time > call_time]
             stored.append(TimedRecord(call_time, time, result))
 

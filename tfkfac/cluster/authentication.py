@@ -113,7 +113,7 @@ class Greeting:
 
 
 class Session:
-    """Proofs of the secret and message keys of one connection.
+    """Message keys of one connection, and proofs of the shared secret.
 
     Args:
         secret: Secret of the job, or b"".

@@ -197,7 +197,7 @@ def _keep_alive(sock: socket.socket) -> None:
     }
     for name, value in options.items():
         option = getattr(socket, name, None)
-        if option is not None:  # not on every system
+        if option is not None:  # not defined on every system
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
@@ -255,7 +255,7 @@ class Channel:
                 self._connections[0].send(message)
 
     def _relay(self, sender: int, message: Message) -> None:
-        """Send a message of `sender` to all connected workers and itself."""
+        """Deliver a message of `sender` here and to all connected workers."""
         for connection in self._connections.values():
             connection.send({"from": sender, "message": message})
         self._deliver(sender, message)

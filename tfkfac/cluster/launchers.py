@@ -17,8 +17,8 @@ from tfkfac.cluster.config import MAX_WORKERS, Cluster, split_address
 
 Environment = Mapping[str, str]
 
-# The three settings, and Keras' variable of each. The first variable may also
-# hold the addresses of all workers, separated by commas.
+# Environment variable of Keras for each of the three settings. The first
+# variable may also hold the addresses of all workers, separated by commas.
 KERAS = {
     "coordinator": "KERAS_DISTRIBUTION_JOB_ADDRESSES",
     "num_processes": "KERAS_DISTRIBUTION_NUM_PROCESSES",
@@ -64,7 +64,7 @@ class Launcher:
         return len(self.variables()) == 2 + len(self.other_variables)
 
     def settings(self) -> dict[str, Any]:
-        """Return those of the three settings that the launcher provides."""
+        """Return the settings (keys of `KERAS`) that the launcher provides."""
         get = self.variables().get
         size, index = get(self.size_variable), get(self.index_variable)
         values = (self.coordinator(), size, index)
@@ -107,7 +107,7 @@ class Torchrun(Launcher):
 
     @override
     def coordinator(self) -> str:
-        """Return the master's address; port + 1 if torchrun uses the port."""
+        """Return the master's address; add 1 to a port that torchrun uses."""
         host, port = (self.environment[name] for name in self.other_variables)
         has_store = self.environment.get("TORCHELASTIC_USE_AGENT_STORE")
         if has_store == "True" and _is_number(port):
@@ -169,7 +169,7 @@ class MPICH(Launcher):
 
 
 class Kubernetes(Launcher):
-    """An Indexed Job or JobSet. It does not provide the number of workers."""
+    """Indexed Job or JobSet, which does not provide the number of workers."""
 
     name, index_variable = "Kubernetes", "JOB_COMPLETION_INDEX"
 

@@ -15,10 +15,10 @@ SHORT_TIMEOUT_S = 1.0
 # Limit for a handshake, for an earlier job to free the port, and delay of the
 # first reminder.
 TIMEOUT_S = 5.0
-# Number of workers and of dropped processes in one message, and characters of
-# a quoted text of a peer.
+# Maximum number of workers and of dropped processes named in a message, and of
+# characters quoted from a peer.
 MAX_NAMED, _MAX_DROPPED, _MAX_QUOTE_CHARS = 10, 5, 80
-_MAX_REASON_CHARS = 10_000  # characters of a reason that worker 0 gives
+_MAX_REASON_CHARS = 10_000  # for the text in which worker 0 rejects a worker
 LOOPBACK = ("127.0.0.1", "::1")
 
 
@@ -87,8 +87,8 @@ class Wait:
         if passed > self._next_reminder or (
             is_new and passed > self._next_cause
         ):
-            # At 5 s, 35 s, then at twice the time; at most every 5 s if the
-            # cause is new.
+            # Remind after 5 s, 35 s, then when the time has doubled; earlier if
+            # the cause is new, but at most every 5 s.
             self._next_reminder = passed + max(passed, 6 * TIMEOUT_S)
             self._next_cause = passed + TIMEOUT_S
             self._printed_cause = self.cause

@@ -74,7 +74,7 @@ def copy_generated(dataset: tf.data.Dataset) -> tf.data.Dataset:
     names = _names(list(_with_inputs(dataset)))
     if "GeneratorDataset" not in names:
         return dataset
-    is_tuple = type(dataset.element_spec) is tuple  # `map` unpacks it
+    is_tuple = type(dataset.element_spec) is tuple  # `map` unpacks tuples
     return dataset.map(
         lambda *element: tf.nest.map_structure(
             _copy, element if is_tuple else element[0]
@@ -83,7 +83,7 @@ def copy_generated(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _copy(component: Any) -> Any:
-    """Copy a tensor of numbers; other components share no user memory."""
+    """Copy a tensor of numbers; other types never share memory of the user."""
     if isinstance(component, tf.Tensor) and component.dtype.is_numpy_compatible:
         return tf.raw_ops.DeepCopy(x=component)
     return component

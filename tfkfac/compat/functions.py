@@ -278,7 +278,7 @@ def _trace(
 
 @contextlib.contextmanager
 def _unoptimized_calls() -> Iterator[None]:
-    """Disable graph optimisation of the functions called inside.
+    """Disable graph optimisation of functions called in this context.
 
     TensorFlow would optimise each function separately before its first run,
     which takes some milliseconds and gains almost nothing. Constant folding

@@ -260,7 +260,8 @@ def set_row(matrix: tf.Tensor, index: tf.Tensor, row: tf.Tensor) -> tf.Tensor:
     return tf.raw_ops.InplaceUpdate(x=matrix, i=[index], v=row[None])
 
 
-# Both classes, as the first is a decorated class with copies of the methods.
+# The methods of both classes must be overridden: a decorator of the first class
+# makes copies of the methods of the second.
 _VARIABLES = (
     resource_variable_ops.ResourceVariable,
     resource_variable_ops.BaseResourceVariable,
@@ -269,7 +270,7 @@ _VARIABLES = (
 
 @contextlib.contextmanager
 def written_variables() -> Iterator[list[tf.Tensor]]:
-    """Collect the handles of the variables that are written inside.
+    """Collect the handles of the variables that are written in this context.
 
     Keras' stateless scopes cover Keras variables. This function also covers a
     `tf.Variable` or `tf.random.Generator` that a loss uses.
@@ -315,8 +316,8 @@ def written_variables() -> Iterator[list[tf.Tensor]]:
 def _outermost(handle: tf.Tensor) -> tf.Tensor:
     """Return the handle outside of all functions that captured it.
 
-    Two placeholders of one variable would count as two variables. This relies
-    on `captures` of a function's graph.
+    Otherwise two placeholders of a variable would count as two variables. This
+    relies on `captures` of a function's graph.
     """
     while not isinstance(handle, ops.EagerTensor):
         captures = getattr(handle.graph, "captures", ())

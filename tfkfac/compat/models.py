@@ -381,10 +381,11 @@ def legacy_variables(state: State) -> list[NamedArray]:
 
 
 def legacy_state(weights: Sequence[Any]) -> State | None:
-    """Return the curvature state in the legacy `.h5` file of given weights.
+    """Return the curvature state in a legacy `.h5` file while Keras loads it.
 
-    It is empty if the file contains none, and None if `weights`, the argument
-    of `set_weights`, do not come from a file.
+    `weights` is the argument of `set_weights`: datasets of the open file. The
+    state is empty if the file has no curvature. Returns None if `weights` are
+    not datasets of a file.
 
     This relies on Keras calling `set_weights` of an optimizer with datasets of
     the open file, and on Keras' functions that read groups and datasets of

@@ -193,7 +193,7 @@ def given_moments(
 def replace_moments(
     layer: keras.layers.BatchNormalization, wrapper: Wrapper
 ) -> None:
-    """Call `override_moments` in place of the previous `replace_moments`."""
+    """Override the moments of a layer; remove an earlier replacement."""
     release_moments(layer)
     keep_on(layer, _MOMENTS_TAP, lambda: override_moments(layer, wrapper))
 

@@ -224,7 +224,7 @@ def wait_for_text(key: str, seconds: float) -> str | None:
     Other threads keep running. This relies on the same service as
     `store_text`.
     """
-    timeout_ms = max(int(1000 * seconds), 1)  # 0 would wait forever
+    timeout_ms = max(int(1000 * seconds), 1)  # a timeout of 0 would never end
     with contextlib.suppress(tf.errors.OpError):
         return str(context.context().get_config_key_value(key, timeout_ms))
     return None
@@ -272,9 +272,10 @@ def _register() -> None:
 
 
 def _order(operation: tf.Operation, reads: Any, writes: Any) -> bool:
-    """Move an operation from the common order to the order of its replica.
+    """Order a stateful operation after those of the same replica only.
 
-    TensorFlow calls this until no call returns True (`writes` changed).
+    Return True if `writes`, the tensors whose users TensorFlow orders, has
+    changed. TensorFlow calls this resolver until the result is False.
     """
     chains = getattr(operation.graph, _CHAINS, None)
     if chains is None:

@@ -26,7 +26,7 @@ class Selection(Protocol):
     """Batch size divided by the number of selected examples, float64."""
 
     def of(self, tensor: tf.Tensor) -> tf.Tensor | None:
-        """Select the examples of a tensor."""
+        """Return the rows of a tensor that belong to the selected examples."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LossInputs:
     arguments: dict[str, Any]
     """Arguments of `compute_loss`, without `y_pred`."""
     shares: Sequence[tf.Tensor]
-    """Weights of the losses of this replica, see `weigh`."""
+    """Weight of each loss on this replica, see `weigh`."""
     summed: Sequence[bool]
     """For each loss, True if it is the sum over its terms."""
 
@@ -109,7 +109,7 @@ def directional_curvature(
 
     J is the Jacobian of the inputs of the loss, H the Hessian of the loss with
     respect to these inputs, and R the Hessian of the weight regularizers.
-    Costs one forward pass, and about one forward pass per direction.
+    The cost is one forward pass, and about one forward pass per direction.
 
     Args:
         model: A compiled model.

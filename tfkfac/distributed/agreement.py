@@ -48,7 +48,7 @@ def exchange(
     Every worker must call this function.
     """
     local = encode(description)
-    # On the CPU, because GPUs have no kernel for this dtype.
+    # Use the CPU, because GPUs have no kernel for this dtype.
     with tf.init_scope(), tf.device("CPU:0"):
         sizes = communicator.all_gather(tf.constant([len(local)])).numpy()[:, 0]
         padded = np.pad(local, (0, sizes.max() - len(local)))

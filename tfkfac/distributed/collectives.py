@@ -104,7 +104,7 @@ class Communicator:
 
         Args:
             tensors: Tensors with static shapes that are equal on all members.
-            dtype: Dtype on the wire. Defaults to each tensor's dtype. The sum
+            dtype: Dtype of messages. Defaults to each tensor's dtype. The sum
                 is computed in its `sum_dtype`.
 
         Returns:
@@ -306,7 +306,7 @@ def sum_dtype(dtype: tf.DType, hint: str) -> tf.DType:
     return tf.float32 if (dtype, hint) == (tf.bfloat16, "nccl") else dtype
 
 
-# Function from the dtype of a tensor to its dtype on the wire.
+# Function from the dtype of a tensor to the dtype of the tensor in messages.
 WireDtype = Callable[[tf.DType], tf.DType]
 
 
@@ -318,7 +318,7 @@ def split_buckets(
     tensors: Sequence[tf.Tensor] | Sequence[tf.TensorSpec],
     wire: WireDtype = _same_dtype,
 ) -> list[list[tf.Tensor]]:
-    """Split a list into buckets of one wire dtype, at most `BUCKET_BYTES`."""
+    """Split a list into buckets of one message dtype and `BUCKET_BYTES`."""
     buckets: list[list[tf.Tensor]] = []
     filled, last = 0, None
     for tensor in tensors:
@@ -335,7 +335,7 @@ def split_buckets(
 def flatten(
     tensors: Sequence[tf.Tensor], wire: WireDtype = _same_dtype
 ) -> tf.Tensor:
-    """Concatenate tensors of equal wire dtype to a vector of this dtype."""
+    """Concatenate tensors of equal message dtype to a vector of that dtype."""
     parts = [tf.cast(tf.reshape(t, [-1]), wire(t.dtype)) for t in tensors]
     return tf.concat(parts, 0)
 
@@ -360,7 +360,7 @@ class Item:
     Attributes:
         layer: Index of the layer.
         name: Name of the tensor within the layer.
-        spec: Shape and dtype on the wire.
+        spec: Shape and dtype in messages.
         root: Rank of the sender.
         members: Ranks of the sender and the receivers, ascending.
     """
@@ -439,7 +439,7 @@ def broadcast_items(
 
 
 def scope(layers: Sequence[int]) -> str:
-    """Name scope of a message with values of some layers, for profiles."""
+    """Return the name scope, for profiles, of a message about some layers."""
     return f"layers_{min(layers)}_{max(layers)}"
 
 

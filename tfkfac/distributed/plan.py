@@ -63,7 +63,7 @@ class Mode:
     policy: str = "compute"
 
 
-# Papers, in order: Distributed K-FAC (optimised; layer-wise), KAISA, DP-KFAC.
+# Papers, in this order: Distributed K-FAC (two modes), KAISA, DP-KFAC.
 MODES: dict[str, Mode] = {
     "comm_opt": Mode("all"),
     "mem_opt": Mode("one"),
@@ -195,7 +195,7 @@ def plan_layers(
         owners = _assign_factors(work, workers, policy, groups)
     else:
         owners = _assign_layers(work, workers, policy, groups)
-    # Layers of a column share its tuples, to save memory with many workers.
+    # Layers of a column share tuples, to save memory with many workers.
     width = workers // count
     columns = {
         column: tuple(range(column, workers, width))

@@ -89,7 +89,7 @@ class MatrixPart(Part):
     @property
     @override
     def axes(self) -> list[int]:
-        return super().axes[-2:]  # One maximum per matrix.
+        return super().axes[-2:]  # Maximum of each matrix of a stack.
 
     @override
     def identity(self, dtype: tf.DType) -> tf.Tensor:

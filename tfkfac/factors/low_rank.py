@@ -30,7 +30,7 @@ def probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
     only signs and frequencies and computes the matrix.
     """
     signs, frequencies = _random_transform(size, rank)
-    # Integers: the product is too large for the precision of float32.
+    # Use integers: float32 cannot represent the product exactly.
     odd = tf.expand_dims(tf.range(1, 2 * size, 2, tf.int64), 1)
     steps = odd * frequencies
     angles = tf.cast(steps % (4 * size), dtype) * (math.pi / (2 * size))

@@ -59,7 +59,7 @@ class _Matrices(Factor, abc.ABC):
 
     @override
     def for_products(self, inverse: Tensors, dtype: tf.DType) -> Tensors:
-        return inverse  # Products in the stored dtype, maybe half precision.
+        return inverse  # Keep the stored dtype, which may be bfloat16.
 
     @override
     def multiply(

@@ -367,7 +367,7 @@ def register_distribution(
         _registered[loss] = distribution
 
 
-# Computes a tensor of the shape of the outputs: f(distribution, outputs).
+# Function f(distribution, outputs); the result has the shape of the outputs.
 OutputGradient = Callable[[Distribution, tf.Tensor], tf.Tensor]
 
 
@@ -375,8 +375,8 @@ OutputGradient = Callable[[Distribution, tf.Tensor], tf.Tensor]
 class Output:
     """Predictions that a loss was computed from, and their distribution.
 
-    Predictions are `(examples, positions..., outputs of a term)`. Weights of
-    the terms broadcast to the predictions; None if all are 1.
+    Predictions are `(examples, positions..., outputs of a term)`. The weights
+    of the terms broadcast to the predictions; None if all weights are 1.
     """
 
     predictions: tf.Tensor
@@ -441,8 +441,8 @@ class Likelihood:
     def applies(self, include_categorical: bool) -> tf.Tensor | None:
         """Scalar bool tensor, True if the distributions are known in this step.
 
-        None if they are known in all steps. With `include_categorical=False`,
-        False where all of them are categorical.
+        None if the distributions are known in all steps. With
+        `include_categorical=False`, False if all are categorical.
         """
         distributions = [output.distribution for output in self.outputs]
         selected = [d for d in distributions if isinstance(d, OneOf)]
@@ -460,7 +460,7 @@ class Likelihood:
 def find_likelihood(
     losses: Sequence[LossTerms], calls: Sequence[Pullback]
 ) -> Likelihood | str:
-    """Return the outputs of all losses of a step, or why they are unknown."""
+    """Return the `Likelihood` of a step, or the reason why it is unknown."""
     if all(terms.call is None for terms in losses):
         return "no loss was computed by `model.compute_loss`"
     outputs = []
@@ -476,7 +476,7 @@ def find_likelihood(
 
 
 def output_of(terms: LossTerms) -> Output | str:
-    """Return the output of one loss, or why its distribution is unknown."""
+    """Return the `Output` of a loss, or why its distribution is unknown."""
     distribution = distribution_of(terms)
     if terms.call is None or distribution is None:
         name = "" if terms.call is None else terms.call.loss.name
@@ -486,7 +486,7 @@ def output_of(terms: LossTerms) -> Output | str:
 
 
 def _weights(call: LossCall) -> tf.Tensor | None:
-    """Weights of the loss terms with the rank of the predictions, or None."""
+    """Return the term weights with the rank of the predictions, or None."""
     reduction, predictions = call.reduction, call.y_pred
     assert reduction is not None
     rank = reduction.values.shape.rank

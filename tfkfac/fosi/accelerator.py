@@ -1,4 +1,7 @@
-"""State of an accelerator: a Lanczos estimation over many steps."""
+"""State of an accelerator: a Lanczos estimation over many steps.
+
+An accelerator is a replica that only estimates curvature (DHO2, section IV).
+"""
 
 from typing import Any
 
@@ -15,17 +18,17 @@ from tfkfac.saving.slots import Slots
 
 
 class HeldBatches:
-    """The last batch of each structure, kept for later steps.
+    """Copies of the last batch of each structure, for later steps.
 
-    A batch is a nest of tensors and constants. Only the tensors are kept, in
-    variables; no file has them.
+    A batch is a nest of tensors and constants. Variables hold the tensors, and
+    are not saved.
     """
 
     def __init__(self) -> None:
         self._variables: dict[str, list[tf.Variable | None]] = {}
 
     def _pairs(self, batch: Any) -> list[tuple[tf.Variable | None, Any]]:
-        """Leaves of a batch, each tensor with its variable."""
+        """Return (variable, leaf) pairs; no variable for a constant leaf."""
         leaves = tf.nest.flatten(batch, expand_composites=True)
         structure = repr([describe(leaf) for leaf in leaves])
         if structure not in self._variables:
@@ -35,13 +38,13 @@ class HeldBatches:
         return list(zip(self._variables[structure], leaves, strict=True))
 
     def hold(self, batch: Any) -> None:
-        """Copy the current batch."""
+        """Hold a copy of the batch."""
         for variable, leaf in self._pairs(batch):
             if variable is not None:
                 variable.assign(leaf)
 
     def get(self, batch: Any) -> Any:
-        """Return the kept batch of the structure of the current batch."""
+        """Return the last held batch with the same structure as this batch."""
         values = [
             leaf if variable is None else tf.convert_to_tensor(variable)
             for variable, leaf in self._pairs(batch)
@@ -50,7 +53,7 @@ class HeldBatches:
 
 
 def held_variable(tensor: tf.Tensor) -> tf.Variable:
-    """A variable for tensors of this dtype and shape, with any row count."""
+    """Create a variable for tensors of this dtype and row shape."""
     row_shape = tensor.shape.as_list()[1:]
     any_rows = [None, *row_shape] if tensor.shape.rank else []
     shape = [0, *(size or 0 for size in row_shape)] if tensor.shape.rank else []
@@ -60,12 +63,13 @@ def held_variable(tensor: tf.Tensor) -> tf.Variable:
     return state_variable(empty, tensor.dtype, "held", any_rows)
 
 
-# Arguments of a model's call and of its loss, and this replica's loss shares.
+# Arguments of a model's call and of the loss, and the weights of the losses of
+# this replica.
 LossPoint = tuple[Any, ...]
 
 
 def describe(leaf: Any) -> Any:
-    """Dtype and shape without rows of a tensor; repr of other values."""
+    """Return dtype and row shape of a tensor; `repr` of other values."""
     if not tf.is_tensor(leaf):
         return repr(leaf)
     return leaf.dtype.name, leaf.shape.as_list()[1:] if leaf.shape.rank else []
@@ -74,11 +78,11 @@ def describe(leaf: Any) -> Any:
 class Accelerator(Slots):
     """A Lanczos iteration that advances a few iterations per training step.
 
-    No file has it: after loading, an estimation starts again.
+    The state is not saved: after loading, an estimation starts again.
 
     Args:
         geometry: Sizes of the directions.
-        count: Number of accelerators, which divide each vector.
+        count: Number of accelerators, each with a slice of each vector.
     """
 
     def __init__(self, geometry: Geometry, count: int) -> None:

@@ -85,7 +85,7 @@ class FOSIMethod(Method):
     def train(
         self, step: Step, state: State, estimate: Callable[[], None]
     ) -> None:
-        """The step of a replica that trains.
+        """Run the step of a replica that trains.
 
         `estimate` replaces the directions if an estimation is due.
         """
@@ -114,8 +114,8 @@ class FOSIMethod(Method):
 
         def update() -> tf.Tensor:
             estimation = Estimation(layout.geometry, group, self.settings.seed)
-            # The shares weigh the loss before differentiation: synchronised
-            # layers mix the losses of replicas in the Hessian.
+            # Weigh the losses before differentiation: in the Hessian,
+            # synchronised layers mix the losses of the replicas.
             local = hessian_operator(
                 job.model,
                 call,
@@ -169,7 +169,7 @@ class FOSIMethod(Method):
         return Geometry(space.size, largest, smallest, steps, space.dtype)
 
     def make_layout(self) -> Layout:
-        """The layout of the directions among the training replicas."""
+        """Create the layout of the directions among the training replicas."""
         # Replica 0 always trains.
         return LAYOUTS[self.settings.layout](self.geometry, len(self.peers(0)))
 
@@ -253,7 +253,7 @@ class FOSIMethod(Method):
         return [title, "", *table(("", "Value"), rows)]
 
     def first(self, updates: int) -> str:
-        """Text on the time of the first estimation; empty after it."""
+        """Return when the first estimation runs; "" after the estimation."""
         warmup = self.timing.warmup(self.states)
         if updates > warmup:
             return ""

@@ -16,19 +16,20 @@ from tfkfac.saving.slots import Slots
 from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.training.job import Job
 
-# Directions with a curvature below this fraction of the largest are left to
-# the inner optimizer: the inverse of their curvature is mostly noise.
+# Leave directions with a curvature below this fraction of the largest curvature
+# to the inner optimizer: the inverse of a small curvature is mostly noise.
 _WEAK = 1e-3
 # Upper bound of a Newton step's length, in units of the running RMS length.
 # With the default rate 0.1, the longest step has the RMS length.
 _OUTLIER = 10.0
-_DECAY = 0.99  # of the running mean square
+_DECAY = 0.99  # decay per step of the mean square of step lengths
 
 
-# Default warm-up: a fraction of the run, or updates if its length is unknown.
+# Default warm-up: a fraction of the run; in updates, if `fit` does not know the
+# length of the run.
 WARMUP_SHARE = 0.075
 WARMUP_STEPS = 100
-# Without an interval: updates until an unusable estimation is repeated.
+# Updates until an unusable estimation is repeated, without an interval.
 RETRY = 100
 
 
@@ -116,7 +117,7 @@ class Subspace(Slots):
         return [variable for variable in both if variable is not None]
 
     def coefficients(self, vector: tf.Tensor, group: Communicator) -> tf.Tensor:
-        """Local elements of `V^T x`."""
+        """Return the local elements of `V^T x`."""
         return self.layout.coefficients(self.directions, vector, group)
 
     def project_out(
@@ -125,7 +126,7 @@ class Subspace(Slots):
         group: Communicator,
         subspace_step: SubspaceStep | None = None,
     ) -> Split:
-        """Split the gradient, see `Layout.project_out`."""
+        """Split the gradient by `Layout.project_out`."""
         state = [self.ritz_values, self.square, *self._projected_variables()]
         if self.inner_momentum is not None:
             state.append(self.inner_momentum)
@@ -137,20 +138,20 @@ class Subspace(Slots):
     def combine(
         self, weights: Sequence[tf.Tensor], group: Communicator
     ) -> tf.Tensor:
-        """Sum of `V c` over several local coefficients c."""
+        """Compute the sum of `V c` over several local coefficients c."""
         return self.layout.combine(self.directions, weights, group)
 
     def clip_outlier(self, c: tf.Tensor, group: Communicator) -> tf.Tensor:
         """Clip the coefficients `c = V^T g` of an outlier among the gradients.
 
         The Newton step `c / |lambda|` grows with the gradient: one bad batch
-        could undo the training. Its length is clipped at a multiple of its
-        running RMS (as SPAM clips gradient spikes, Huang et al., 2025). The
-        first step is not clipped.
+        could undo the training. The length of the step is clipped at
+        10 times the running RMS length, as SPAM clips gradient spikes (Huang et
+        al., 2025). The first step is not clipped.
         """
         step = c * self.inverse_curvature(group.rank)
         square = tf.reduce_sum(tf.square(step))
-        if not self.layout.reduces_gradients:  # c is sharded
+        if not self.layout.reduces_gradients:  # each worker has a slice of c
             (square,) = group.all_reduce([square])
         mean = tf.convert_to_tensor(self.square)
         limit = tf.where(mean > 0, _OUTLIER**2 * mean, square.dtype.max)
@@ -286,7 +287,8 @@ class Timing:
 def default_warmup(job: Job, states: Sequence[State], steps: int | None) -> int:
     """Return the default warm-up, in updates, of a run of `steps` steps.
 
-    Equal on all processes. -1 if `steps` is None or, on several, no states.
+    The result is equal on all processes. -1 if `steps` is None, or if several
+    processes have no states yet.
     """
     warmup = -1
     if steps is not None:
@@ -308,11 +310,12 @@ def default_warmup(job: Job, states: Sequence[State], steps: int | None) -> int:
 class NewtonRate:
     """The learning rate of Newton steps.
 
-    A number alpha is scaled by the inner learning rate over its largest value
-    so far. Its first value may be nearly 0 (a warm-up of the rate).
+    For a number `alpha`, the rate is `alpha * rate / largest_rate`, with the
+    inner learning rate and its largest value so far. (The first inner rate may
+    be nearly 0, in a warm-up.)
     """
 
-    alpha: Hyperparameter  # a schedule is the rate itself
+    alpha: Hyperparameter  # a schedule gives the rate directly
 
     def record_largest(self, job: Job, state: State) -> None:
         """Update the largest inner learning rate; call once per step."""

@@ -50,7 +50,7 @@ class LossInput(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Examples, and the function that computes their outputs.
+    """Examples of a batch, with the function that computes their outputs.
 
     In `fit` the examples are the batch, in `minimize` the points of one
     condition. The outputs of an example must not depend on other examples.
@@ -61,7 +61,7 @@ class Rows(NamedTuple):
     points: Sequence[tf.Tensor]  # inputs, with one batch axis
     indices: Sequence[int]  # indices of the model's outputs
     size: int  # number of residuals per example
-    loss_inputs: Sequence[LossInput] = ()  # uses of the outputs by losses
+    loss_inputs: Sequence[LossInput] = ()  # outputs that the losses use
 
     @property
     def examples(self) -> int | tf.Tensor:
@@ -157,9 +157,9 @@ class Jacobian:
         return sums
 
     def second_derivatives(self, change: tf.Tensor) -> tf.Tensor:
-        """`B^T y''`, `(m,)`: second derivatives of the outputs along a change.
+        """Compute `B^T y''`, `(m,)`, for the second derivative along a change.
 
-        Central differences: two forward passes.
+        Uses central differences, with two forward passes.
         """
 
         @functools.partial(tf.function, autograph=False)
@@ -190,7 +190,7 @@ class Jacobian:
         return tf.add_n([self._pull(rows, v) for rows, v in pairs])
 
     def _pull(self, rows: Rows, vector: tf.Tensor) -> tf.Tensor:
-        """`K^T` times a vector for the rows K of one `Rows`."""
+        """`K^T` times a vector for the K of the examples in `rows`."""
         vector = tf.reshape(vector, [-1, rows.size])
 
         def add(first: tf.Tensor, total: tf.Tensor) -> Any:
@@ -216,7 +216,7 @@ class Jacobian:
         return total
 
     def _output_rows(self, rows: Rows) -> Callable[..., tf.Tensor]:
-        """Return a function from a range of examples to J of their outputs.
+        """Return a function that computes J for a range of examples.
 
         J has shape `(examples, size, n)`. The function is traced when first
         called.
@@ -261,7 +261,7 @@ class Jacobian:
         points: Sequence[tf.Tensor],
         values: Sequence[tf.Tensor],
     ) -> tf.Tensor:
-        """The outputs y of examples for given values of the weights."""
+        """Compute the outputs y of examples for given values of the weights."""
         mapping = list(zip(self.weights, values, strict=True))
         with stateless(self.model, mapping):
             return rows.concat_outputs(rows.outputs(points))
@@ -277,7 +277,8 @@ def flat_output(output: tf.Tensor, loss_input: LossInput) -> tf.Tensor:
 def activations(model: keras.Model, rows: Rows) -> int:
     """Number of scalars that a forward pass computes per example.
 
-    0 for models that need a loop, which stores those of few examples only.
+    0 for models that need a loop, because the loop stores the scalars of a few
+    examples only.
     """
     if needs_loop(model):
         return 0
@@ -345,9 +346,9 @@ class Objective:
     ) -> tuple[tf.Tensor, Jacobian]:
         """Return the loss, float64, and the Jacobian at the current weights.
 
-        They are those of this replica's examples. Uses the outputs of the
-        forward pass of the training step. `block` is the number of rows per
-        block of the Jacobian.
+        Loss and Jacobian are those of this replica's examples. The outputs of
+        the training step's forward pass are reused. `block` is the number of
+        rows per block of the Jacobian.
         """
         model, dtype = self.step.job.model, self.space.dtype
         values = [tf.identity(v.value) for v in self.weights]
@@ -390,7 +391,7 @@ class Objective:
     def total(
         self, matrix: tf.Tensor, gradient: tf.Tensor, loss: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Sum over all replicas; the symmetric matrix is sent packed."""
+        """Sum over all replicas; send the upper triangle of the matrix."""
         group = self.step.group
         if group.size == 1:
             return matrix, gradient, loss
@@ -400,7 +401,7 @@ class Objective:
 
 
 def rows_of(step: Step, call: ForwardCall) -> list[Rows]:
-    """One `Rows` for the call of a model, or for each of its `Conditions`."""
+    """Return a `Rows` for the model call, or one for each condition."""
     model = step.job.model
     sizes = [0] * len(keras.tree.flatten(call.outputs))
     for index, output in outputs_of_losses(step, call):
@@ -440,7 +441,7 @@ def condition_of(
 def outputs_of_losses(
     step: Step, call: ForwardCall
 ) -> list[tuple[int, Output]]:
-    """For each loss, the model's output that it uses, with its index."""
+    """Return, for each loss, the model output used and the output's index."""
     flat = keras.tree.flatten(call.outputs)
     indices = {id(output): i for i, output in enumerate(flat)}
     result = []
@@ -482,7 +483,10 @@ def find_loss_inputs(
 
 
 def scale_of(terms: LossTerms, share: tf.Tensor, replicas: int) -> tf.Tensor:
-    """Factor of `sum nll_t`: `u`, for a mean `u share / (replicas count)`."""
+    """Return the factor of `sum nll_t` in the mean loss over all replicas.
+
+    `u` if the loss is a sum, `u share / (replicas count)` if it is a mean.
+    """
     if terms.summed:
         return terms.unit
     return tf.math.divide_no_nan(terms.unit * share, replicas * terms.count)

@@ -63,7 +63,7 @@ class NormalEquations(abc.ABC):
     def correction(
         self, factor: tf.Tensor, derivatives: tf.Tensor
     ) -> tf.Tensor:
-        """Geodesic acceleration of a step.
+        """Return the correction of a step by geodesic acceleration.
 
         `derivatives` is `r''`, `(m,)`, in the space of residuals, and
         `K^T r''`, `(n,)`, in the space of weights.
@@ -71,7 +71,7 @@ class NormalEquations(abc.ABC):
 
     @abc.abstractmethod
     def curvature(self, step: tf.Tensor) -> tf.Tensor:
-        """`d^T (K^T K + R) d`, a float64 scalar."""
+        """Return `d^T (K^T K + R) d`, a float64 scalar."""
 
 
 class ParameterSpace(NormalEquations):
@@ -153,8 +153,8 @@ _MIN_REDUCTION = 8
 class Search(NamedTuple):
     """Result of the trial steps of one optimizer step.
 
-    A step is settled if the predicted reduction of the loss is below its
-    rounding error.
+    A step is settled if the predicted reduction of the loss is below the
+    rounding error of the loss.
     """
 
     damping: tf.Tensor  # for the next try or step, float64

@@ -1,6 +1,6 @@
 """State of one block: factor averages, decomposition, momentum.
 
-Also the sums of gradients and statistics over micro-batches.
+`Pending` sums the gradients and statistics of the micro-batches of a step.
 """
 
 import contextlib
@@ -77,9 +77,10 @@ class FactorAverages(Slots, Member):
         decay: float,
         update_due: tf.Tensor,
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Update the averages if due, with complete and finite statistics.
+        """Update the averages if due and the statistics are usable.
 
-        Averages that are not finite restart from these statistics.
+        Usable statistics are complete (no count is 0) and finite. Averages that
+        are not finite restart from the statistics.
 
         Returns:
             Three bools: True if the averages were updated; True if the
@@ -107,7 +108,7 @@ class FactorAverages(Slots, Member):
         return accepted, finite, valid
 
     def values(self) -> dict[str, tf.Tensor]:
-        """The averaged factors by name; zeros before the first update."""
+        """Return the averaged factors; zeros before the first update."""
         return _corrected(self.names, self.averages, self.weight)
 
     @shared
@@ -121,7 +122,7 @@ class FactorAverages(Slots, Member):
 
 
 def _derive_mean(factor: Factor, name: str, read: Read) -> tf.Tensor:
-    """Mean eigenvalue of a factor in a file that has the factor only."""
+    """Compute the mean eigenvalue of a saved factor if the file lacks it."""
     return factor.mean_eigenvalue(tf.convert_to_tensor(read(f"factor_{name}")))
 
 
@@ -145,7 +146,7 @@ def check_statistics(
 def _corrected(
     names: Sequence[str], averages: Sequence[tf.Variable], weight: tf.Variable
 ) -> dict[str, tf.Tensor]:
-    """Bias-corrected averages, by name."""
+    """Return the bias-corrected averages, by name."""
     return {
         name: tf.math.divide_no_nan(average, weight)
         for name, average in zip(names, averages, strict=True)
@@ -162,7 +163,7 @@ def _mix(
     """Assign `old_weight average + new_weight total / count` to the average."""
     # A weight of 0 clears NaN: `multiply_no_nan(NaN, 0) = 0`.
     average.assign(tf.math.multiply_no_nan(average, old_weight))
-    # Adds in place, in one pass: `var -= alpha delta`.
+    # `ResourceApplyGradientDescent` adds in place: `var -= alpha delta`.
     tf.raw_ops.ResourceApplyGradientDescent(
         var=average.handle, alpha=-new_weight / count, delta=total
     )
@@ -220,7 +221,7 @@ class Decomposition(Slots, Member):
         return finite
 
     def apply(self, gradient: LayerGradient) -> LayerGradient:
-        """Precondition the gradient of the layer."""
+        """Precondition the gradient of the block."""
         tensors: Tensors = dict(zip(self.names, self.tensors, strict=True))
         # Solvers accept bfloat16 and cast where they need more precision.
         if self._dtype != tf.bfloat16:
@@ -232,7 +233,7 @@ class Decomposition(Slots, Member):
     def precondition(
         self, matrix: tf.Tensor, scale: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return `scale * matrix`, plain and preconditioned."""
+        """Return the gradient `W = scale * matrix`, and `A^-1 W G^-1`."""
         plain = MatrixGradient(matrix).scaled(scale)
         return plain.value, self.apply(plain).matrix
 
@@ -247,8 +248,8 @@ class Decomposition(Slots, Member):
 class Momentum(Slots, Member):
     """Nesterov momentum of the gradient matrix of one block.
 
-    `M_t = mu M_{t-1} + W_t` with `M_0 = 0`. Stored are `mu M` and
-    `mu A^-1 M G^-1`. Between inverse updates, the latter is a sum of
+    `M_t = mu M_{t-1} + W_t` with `M_0 = 0`. The variables hold `mu M` and
+    `mu A^-1 M G^-1`. Between inverse updates, `A^-1 M G^-1` is a sum of
     `A^-1 W G^-1`, which is cheap for batches with few rows.
     """
 
@@ -269,7 +270,7 @@ class Momentum(Slots, Member):
     def add(
         self, matrix: tf.Tensor, preconditioned: tf.Tensor, decay: float
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Update with W and `A^-1 W G^-1`.
+        """Update the momentum with W and `A^-1 W G^-1`.
 
         Returns:
             `N_t = W_t + mu M_t` and `P_t = A^-1 N_t G^-1`. P is set to zero in
@@ -283,8 +284,8 @@ class Momentum(Slots, Member):
             tf.reduce_max(sizes, axis, keepdims=True) for axis in (-1, -2)
         )
         least = rounding(N.dtype) * tf.reduce_max(rows, -2, keepdims=True)
-        # Rows of rounding noise in N (a bias before a normalisation) stay: in
-        # P they are not noise, because A couples them with the other rows.
+        # Keep the rows of P where N has only rounding noise (a bias before a
+        # normalisation): A mixes other rows of N into these rows of P.
         P *= tf.cast(rows > 0, P.dtype)
         P *= tf.cast(columns > least, P.dtype)
         return N, P
@@ -344,7 +345,7 @@ class Pending(Accumulation):
         return tf.constant(0)
 
     def statistics(self) -> dict[int, dict[str, Statistic]]:
-        """The sums of statistics so far, by position."""
+        """Return the sums of statistics so far, by position."""
         result = {}
         for i, block, totals, counts in self._rows():
             numbers = tf.unstack(tf.convert_to_tensor(counts))
@@ -372,7 +373,7 @@ def name_in_memory_errors(path: str) -> Iterator[None]:
     Raises:
         MemoryError: If memory was exhausted.
     """
-    # Replace characters that are allowed in layer names only.
+    # Replace characters that are not allowed in name scopes.
     scope = re.sub(r"[^A-Za-z0-9_./-]", "_", f"kfac/{path}")
     eager = tf.executing_eagerly()
     try:

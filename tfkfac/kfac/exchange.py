@@ -36,7 +36,7 @@ class Exchange:
         plan: Assignment of layers to workers.
         blocks: The blocks, by layer index.
         solver: The solver.
-        wire: Format of sent tensors.
+        wire: Format of tensors in messages.
         num_scalars: Number of scalars sent with each preconditioned gradient.
             Defaults to 0.
     """
@@ -63,10 +63,10 @@ class Exchange:
     def reduce_statistics(
         self, communicator: Communicator, statistics: Mapping[int, Statistics]
     ) -> dict[int, dict[str, Statistic]]:
-        """All-reduce totals and counts over the workers, if the plan does.
+        """All-reduce statistics over the workers, if the plan requires it.
 
-        Statistics are sent in buckets, each as soon as it is complete: last
-        layers first, in the order of the backward pass.
+        Each bucket of statistics is sent as soon as the bucket is complete:
+        last layers first, in the order of the backward pass.
         """
         if not self.plan.reduces_factors:
             return {i: dict(named) for i, named in statistics.items()}
@@ -101,7 +101,7 @@ class Exchange:
         specs: Sequence[Part],
         local: Sequence[Statistic],
     ) -> list[Statistic]:
-        """All-reduce a bucket; each count is appended to its total."""
+        """All-reduce the totals and counts of a bucket of statistics."""
         sent = [
             flatten([self.wire.pack(spec, s.total), s.count])
             for spec, s in zip(specs, local, strict=True)
@@ -120,10 +120,10 @@ class Exchange:
         specs: Sequence[Part],
         local: Sequence[Statistic],
     ) -> list[Statistic]:
-        """All-reduce a bucket in half precision; counts in full precision.
+        """All-reduce totals in half precision, and counts in full precision.
 
-        To avoid overflow and underflow, totals are divided by a unit: the sum
-        over workers of the largest entry, over `_MAX_SUM`.
+        To avoid overflow and underflow, each total is divided by the scale
+        `sum over workers of max |total| / _MAX_SUM`.
         """
         counts_and_units = communicator.all_reduce(
             [s.count for s in local]
@@ -182,7 +182,7 @@ class Exchange:
         return received
 
     def _part_items(self, layers: Sequence[int]) -> list[Item]:
-        """Items of the decompositions, in the same order on every worker."""
+        """Return the items to broadcast, in the same order on every worker."""
         items = []
         for i in sorted(layers):
             for factor, owner in self.plan.layers[i].owners.items():
@@ -222,8 +222,8 @@ class Exchange:
     ) -> dict[int, list[tf.Tensor]]:
         """Broadcast preconditioned gradients from gradient workers.
 
-        `local` has, by layer, the gradients of this worker, each followed by a
-        vector of `num_scalars`. Returns those of all `layers`.
+        `local` maps a layer to the tensors of this worker: gradients, then a
+        vector of `num_scalars`. Returns the tensors of all `layers`.
         """
         items = self._gradient_items(layers)
         with tf.name_scope("preconditioned"):
@@ -236,13 +236,13 @@ class Exchange:
         return shared
 
     def _gradient_specs(self, layer: int) -> list[tf.TensorSpec]:
-        """Specs of a preconditioned gradient and its scalars, if any."""
+        """Return the specs of a preconditioned gradient and of the scalars."""
         block, count = self._blocks[layer], self._num_scalars
         shapes = [block.gradient_shape, *([(count,)] if count else [])]
         return [tf.TensorSpec(shape, block.dtype) for shape in shapes]
 
     def _gradient_items(self, layers: Sequence[int]) -> list[Item]:
-        """Items of the gradients, in the same order on every worker."""
+        """Return the gradients to broadcast, in equal order on every worker."""
         items = []
         for i in sorted(layers):
             size = math.prod(self._blocks[i].gradient_shape)

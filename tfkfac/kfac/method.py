@@ -47,7 +47,7 @@ from tfkfac.training.step import Step, Update
 
 _RULES = {"natural": Natural, "spectral": Spectral}
 # Rank of the approximation of a factor wider than `max_factor_dim`. At a limit
-# of 640 it takes at most a tenth of the matrix.
+# of 640, the approximation has at most a tenth of the elements of the matrix.
 FACTOR_RANK = 64
 
 
@@ -133,7 +133,7 @@ class KFACMethod(Method):
             any_updated = tf.cast(tf.reduce_any(updated), tf.int64)
             state.inverse_updates.assign_add(any_updated)
             count_invalid(state.counters, preconditioned)
-            # Clip.
+            # Clip the preconditioned gradients.
             return Update(
                 rule.gradients(preconditioned, step, state, damping, loss)
             )
@@ -333,7 +333,7 @@ class KFACMethod(Method):
 
     @property
     def placement(self) -> Placement:
-        """Blocks of the model, and which worker does what of them."""
+        """Blocks of the model, and the assignment of blocks to workers."""
         if self._placement is None:
             registry = build_registry(
                 self.job.model,

@@ -261,7 +261,7 @@ class KFAC(SecondOrderOptimizer):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: None) -> None:
-        """Keras' constructor sets it, to None."""
+        """Accept only None, which Keras' constructor assigns."""
         if value is not None:
             raise AttributeError(
                 "Argument `gradient_accumulation_steps` cannot be changed: "

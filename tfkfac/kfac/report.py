@@ -24,7 +24,7 @@ from tfkfac.training.job import Job
 _LOW_COVERAGE = 0.5
 # Warn of an uncovered weight above this fraction of all weights.
 _LARGE = 0.05
-# Number of uncovered layers named in the warning; large ones are always named.
+# Number of uncovered layers named in the warning, not counting large layers.
 _NUM_NAMED = 3
 
 
@@ -209,7 +209,7 @@ def factor_text(block: Block, name: str, states: Sequence[State]) -> str:
 
 
 def totals(placement: Placement, sizes: Mapping[str, int]) -> str:
-    """The last line: covered weights and bytes of the state."""
+    """Return the last line of the summary: covered weights, state bytes."""
     covered = placement.registry.covered
     uncovered = sum(item.weights for item in placement.registry.left)
     topology = placement.topology

@@ -1,4 +1,4 @@
-"""Arguments of K-FAC that are more than a number."""
+"""Checks and defaults of the arguments of `KFAC`."""
 
 import dataclasses
 import re
@@ -31,13 +31,13 @@ from tfkfac.shell.rest import (
 RATE = 0.1
 DEFAULT_KL_CLIP = 0.02
 STEPS = ("natural", "spectral")
-# Learning rate of Adam for uncovered weights where that of spectral steps is 1.
+# Rate of Adam for uncovered weights, if the rate of spectral steps is 1.
 SPECTRAL_REST_RATE = 0.01
-# Share of gradient workers between MEM-OPT and COMM-OPT (KAISA, section 5).
+# Default fraction of gradient workers in HYBRID-OPT (KAISA, section 5).
 _HALF = 0.5
 WEIGHT_SHARING = ("expand", "reduce", "average")
 _DTYPES = ("float32", "bfloat16", "float16")
-# A layer class in a config.
+# Key of a layer class in a config.
 _CLASS = "layer_class"
 _FLAGS = (
     ("a", re.ASCII),
@@ -51,37 +51,36 @@ _FLAGS = (
 @keras.saving.register_keras_serializable(package="tfkfac")
 @dataclasses.dataclass(frozen=True)
 class Distribution(Settings):
-    """Who does what of K-FAC's work, and how it travels.
+    """Distribution of the K-FAC work over workers, and message formats.
 
     >>> tfkfac.KFAC(distribution=tfkfac.Distribution(
     ...     "hybrid_opt", gradient_worker_fraction=0.25, symmetric=True))
 
     Args:
-        mode: "comm_opt" (factors are all-reduced, each is decomposed by one
-            worker and its decomposition sent to all: plain steps send nothing
-            extra), "mem_opt" (a layer's owner keeps its decompositions,
-            preconditions and sends the result), "hybrid_opt" (a group of
-            gradient workers does; KAISA, SC'21) or "dp_kfac" (the owner also
-            keeps the factors, of its own batch alone: no factor is ever
-            sent). Defaults to "comm_opt".
-        gradient_worker_fraction: With "hybrid_opt", the share of the workers
-            that are gradient workers of a layer, in (0, 1]: times the number
-            of workers it must be whole and divide that number. Defaults to
-            0.5 there, and must be None with the other modes.
-        assignment: What the owners are balanced by: "compute" (n^3 for a
-            factor of size n), "memory" (n^2) or "round_robin". None is
-            "round_robin" for "dp_kfac" and "compute" for the others.
-        symmetric: Whether symmetric matrices are sent as triangles (KAISA,
-            section 4.3). Defaults to False.
-        factor_dtype: Dtype of factors on the wire: "float32", "bfloat16" or
-            "float16". None is that of the weights, at least float32. Their
-            running averages are kept in that dtype in any case: half
-            precision would round away what a new batch adds to them.
-            TensorFlow adds no bfloat16 on GPUs: among several of them factors
-            in it are sent as float32.
-        inverse_dtype: Dtype of decompositions in storage and on the wire:
-            "float32", "bfloat16" or None, that of the weights but at least
-            float32. They are computed in float32 or better.
+        mode: Workers that store decompositions and precondition gradients.
+            "comm_opt": all workers; the owner of a factor decomposes the factor
+            and broadcasts the decomposition. "mem_opt": the owner of a layer,
+            which broadcasts the preconditioned gradient. "hybrid_opt": a group
+            of gradient workers per layer (KAISA, SC'21). "dp_kfac": like
+            "mem_opt", but the owner computes the factors from the local batch;
+            other modes all-reduce the factors. Defaults to "comm_opt".
+        gradient_worker_fraction: Fraction f of the N workers that are gradient
+            workers of a layer, in (0, 1]. `f N` must be an integer that divides
+            N. Defaults to 0.5 with "hybrid_opt"; must be None with other modes.
+        assignment: Cost that is balanced over the owners: "compute" (n^3 for a
+            factor of size n) or "memory" (n^2); or "round_robin". None means
+            "round_robin" for "dp_kfac" and "compute" for other modes.
+        symmetric: True to send symmetric matrices as triangles (KAISA, section
+            4.3). Defaults to False.
+        factor_dtype: Dtype of factors in messages: "float32", "bfloat16" or
+            "float16". None means the dtype of the weights, at least float32.
+            The running averages always have the latter dtype: half precision
+            would round the contribution of a new batch to zero. Several GPUs
+            send "bfloat16" factors as float32, because TensorFlow cannot sum
+            bfloat16 on GPUs.
+        inverse_dtype: Dtype of stored and sent decompositions: "float32" or
+            "bfloat16". None means the dtype of the weights, at least float32.
+            Decompositions are computed in at least float32.
 
     Raises:
         ValueError: If an argument is not allowed.
@@ -115,7 +114,7 @@ class Distribution(Settings):
             )
 
     def _check_fraction(self, name: str, value: Any) -> float | None:
-        """The share of gradient workers, in (0, 1] with "hybrid_opt" alone."""
+        """Check the fraction of gradient workers, and replace None."""
         is_hybrid = self.mode == "hybrid_opt"
         if value is None:
             return _HALF if is_hybrid else None
@@ -129,20 +128,20 @@ class Distribution(Settings):
 
     @property
     def wire_dtype(self) -> tf.DType | None:
-        """Dtype of factors on the wire; None is their own."""
+        """Dtype of factors in messages; None means the dtype of the factors."""
         return self.factor_dtype and tf.as_dtype(self.factor_dtype)
 
     @property
     def storage_dtype(self) -> tf.DType | None:
-        """Dtype of decompositions; None is their own."""
+        """Dtype of stored decompositions; None means that of the factors."""
         return self.inverse_dtype and tf.as_dtype(self.inverse_dtype)
 
 
 def with_fraction(distribution: Any, fraction: Any) -> Distribution:
-    """The distribution of a mode and a `gradient_worker_fraction` beside it.
+    """Create a distribution from a mode and a `gradient_worker_fraction`.
 
     Raises:
-        ValueError: If they do not fit.
+        ValueError: If the mode does not accept the fraction.
     """
     if isinstance(distribution, Distribution):
         raise ValueError(
@@ -154,16 +153,16 @@ def with_fraction(distribution: Any, fraction: Any) -> Distribution:
 
 
 def _check_dtype(name: str, value: Any) -> str | None:
-    """Returns the name of a dtype, of TensorFlow's too, or None."""
+    """Check a dtype or its name; return the name, or None."""
     value = getattr(value, "name", value)
     return None if value is None else check_choice(name, value, _DTYPES)
 
 
 def check_distribution(name: str, value: Any) -> str | Distribution:
-    """Returns `value` if it is a `Distribution` or the name of a mode.
+    """Return `value` if it is a `Distribution` or the name of a mode.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If `value` is neither.
     """
     if isinstance(value, Distribution):
         return value
@@ -172,10 +171,10 @@ def check_distribution(name: str, value: Any) -> str | Distribution:
 
 
 def check_batch_fraction(name: str, value: Any) -> float | None:
-    """Returns a share of a batch as a float in (0, 1], or None.
+    """Return a fraction of a batch as a float in (0, 1], or None.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If `value` is not a number in (0, 1] or None.
     """
     if value is None:
         return None
@@ -188,10 +187,10 @@ def check_batch_fraction(name: str, value: Any) -> float | None:
 
 
 def check_skip_layers(name: str, value: Any) -> tuple[SkipRule, ...]:
-    """Returns a tuple of names, patterns and classes.
+    """Return the tuple of entries (names, patterns, classes) of an argument.
 
     Raises:
-        ValueError: If an entry is none of these or not a regular expression.
+        ValueError: If an entry is invalid, see `check_skip_rule`.
         TypeError: If the argument is not a sequence.
     """
     if isinstance(value, (str, type, re.Pattern)):
@@ -205,7 +204,11 @@ def check_skip_layers(name: str, value: Any) -> tuple[SkipRule, ...]:
 
 
 def check_skip_rule(rule: Any) -> SkipRule:
-    """Returns one entry of `skip_layers`, a class if it stands for one."""
+    """Return a valid `skip_layers` entry; look up a class from a config.
+
+    Raises:
+        ValueError: If the rule is not a regular expression, pattern or class.
+    """
     if isinstance(rule, dict) and _CLASS in rule:
         name = rule[_CLASS]
         registered = keras.saving.get_registered_object(name)
@@ -230,9 +233,9 @@ def check_skip_rule(rule: Any) -> SkipRule:
 
 
 def serialize_skip_rule(rule: SkipRule) -> Any:
-    """Returns the form of a rule in a config."""
+    """Return the JSON form of a `skip_layers` entry for a config."""
     if isinstance(rule, re.Pattern):
-        # Flags such as IGNORECASE travel inside the pattern.
+        # Write flags such as IGNORECASE into the pattern.
         flags = "".join(letter for letter, flag in _FLAGS if rule.flags & flag)
         return f"(?{flags}){rule.pattern}" if flags else rule.pattern
     if isinstance(rule, type):
@@ -277,7 +280,7 @@ def choose_step(
     """
     if step is not None:
         return check_choice("step", step, STEPS, " or None")
-    # `is`: a user who passes 0.02 asks for a clip.
+    # Test with `is`: a user who passes 0.02 asks for natural-gradient steps.
     is_default = kl_clip is DEFAULT_KL_CLIP
     is_default &= inner_optimizer is None and learning_rate is None
     return "spectral" if is_default else "natural"
@@ -302,7 +305,7 @@ def choose_optimizers(
     chosen = {"learning_rate": learning_rate, "momentum": momentum}
     if step == "spectral":
         defaults = {"learning_rate": FitDecay(1.0), "momentum": 0.0}
-        del chosen["momentum"]  # of the preconditioned gradient
+        del chosen["momentum"]  # momentum of the spectral step, not of SGD
     sgd = keras.optimizers.SGD
     inner = check_inner(choose_inner(inner_optimizer, sgd, defaults, chosen))
     if step == "spectral":

@@ -65,7 +65,7 @@ class Preconditioner(Tracked):
                 self.momentum = Momentum(block) if has_momentum else None
 
     def entries(self) -> list[Entry]:
-        """The entries to save, under the current path of the block."""
+        """Return the entries to save, under the current path of the block."""
         return [
             dataclasses.replace(entry, layer=self.block.path)
             for slots in (self.factors, self.decomposition, self.momentum)
@@ -96,7 +96,11 @@ class State(Tracked):
     def fill(
         self, placement: Placement, rank: int, has_momenta: bool = False
     ) -> None:
-        """Create the state of the blocks; reuse state of equal shapes."""
+        """Create the state of the blocks; reuse existing state of equal keys.
+
+        Blocks keep their state when the optimizer is attached again, see
+        `same_shape_key`.
+        """
         before = self.preconditioners
         by_key = {same_shape_key(p.block): p for p in before}
         self.preconditioners = tuple(
@@ -128,7 +132,7 @@ class State(Tracked):
     def accumulate(
         self, steps: int, placement: Placement, rank: int, job: Job
     ) -> None:
-        """Create the sums over micro-batches, if they do not fit."""
+        """Create the sums over micro-batches, unless they fit the blocks."""
         observed = {
             i: block
             for i, block in enumerate(placement.blocks)
@@ -162,7 +166,7 @@ class State(Tracked):
                 updated[i], finite[i], valid[i] = preconditioner.factors.update(
                     named, decay, due_list[i]
                 )
-            else:  # stored by other workers
+            else:  # The averages are stored by other workers.
                 specs = preconditioner.block.factors
                 complete, good = check_statistics(specs, named)
                 updated[i] = due_list[i] & complete & good
@@ -226,7 +230,7 @@ class State(Tracked):
         counters.decomposed.assign_add(tf.cast(due, tf.int64))
 
     def contents(self, placement: Placement, rank: int) -> Contents:
-        """The entries to save, and the sections of a file."""
+        """Return the entries to save, and the sections of a saved file."""
         plan, counters = placement.plan, self.counters
         # Owners that use only their local batches count their own updates.
         spread = Spread.REPLICATED if plan.shares_clocks else Spread.EACH
@@ -258,7 +262,7 @@ class State(Tracked):
         return Contents(entries, layers, parts)
 
     def events(self) -> list[tuple[str, tf.Variable]]:
-        """Texts and counts of abnormal events."""
+        """Return the texts and counts of abnormal events."""
         events = [
             (
                 "hints on the first steps",
@@ -272,7 +276,7 @@ class State(Tracked):
 
 
 def _call_all(functions: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """Function that calls several functions."""
+    """Return a function that calls several functions in order."""
 
     def call() -> None:
         for function in functions:
@@ -282,7 +286,7 @@ def _call_all(functions: Sequence[Callable[[], None]]) -> Callable[[], None]:
 
 
 def local_factors(states: Sequence[State]) -> dict[str, dict[str, np.ndarray]]:
-    """The factors on the replicas of this process, by layer path and name."""
+    """Return the factors on local replicas, by layer path and factor name."""
     result = {}
     replicas = [state.preconditioners for state in states]
     for copies in zip(*replicas, strict=True):
@@ -298,7 +302,7 @@ def local_factors(states: Sequence[State]) -> dict[str, dict[str, np.ndarray]]:
 
 
 def same_shape_key(block: Block) -> Hashable:
-    """Key of the state of a block that `fill` reuses after a new `attach`."""
+    """Return the key by which `State.fill` finds reusable state of a block."""
     factors = tuple(sorted(block.factors.items()))
     return (id(block.layer), block.kind, factors)
 
@@ -345,7 +349,7 @@ class Counters(Slots):
             variable.assign(numbers)
 
     def events(self) -> list[tuple[str, "Number"]]:
-        """Texts and counts of each fault of each block on this replica."""
+        """Return the text and count of each fault of each block."""
         return [
             (f"{text} {path}", Number(getattr(self, name), i))
             for name, text in FAULTS.items()
@@ -353,7 +357,7 @@ class Counters(Slots):
         ]
 
     def entry(self, name: str, place: int, spread: Spread) -> Entry:
-        """Checkpoint entry of one counter of a block."""
+        """Return the checkpoint entry of one counter of a block."""
         number = Number(getattr(self, name), place)
         return Entry(self.paths[place], name, number, spread)
 
@@ -375,7 +379,7 @@ class Counters(Slots):
         by_position: Mapping[int, tf.Tensor | None],
         otherwise: bool = True,
     ) -> tf.Tensor:
-        """Return a bool per block, `otherwise` where `by_position` has none."""
+        """Return a bool per block: `by_position`, else `otherwise`."""
         if not self.paths:
             return tf.zeros([0], tf.bool)
         default = tf.constant(otherwise)
@@ -392,21 +396,21 @@ class Number:
         self.shape, self.dtype = tf.TensorShape([]), numbers.dtype
 
     def numpy(self) -> int:
-        """Return the element."""
+        """Return the value of the element as a NumPy scalar."""
         return self._numbers.numpy()[self._place]
 
     def assign(self, value: tf.Tensor) -> None:
-        """Assign the element."""
+        """Assign a value to the element."""
         self._numbers.assign(
             tf.tensor_scatter_nd_update(self._numbers, [[self._place]], [value])
         )
 
 
 class Clip(NamedTuple):
-    """Clip of one step."""
+    """Result of the clip of one step."""
 
     factor: tf.Tensor
-    """Factor on the preconditioned gradients."""
+    """Factor that multiplies the preconditioned gradients."""
     length: tf.Tensor
     """Squared Fisher length of the step before the clip."""
 
@@ -476,7 +480,7 @@ class StepReport(Slots):
         self.steps.assign_add(1)
 
     def values(self) -> dict[str, float]:
-        """The last step's metrics, by name; empty before the first step."""
+        """Return the metrics of the last step; empty before the first step."""
         if int(self.steps.numpy()) == 0:
             return {}
         values = {name: float(v.numpy()) for name, v in self._values.items()}

@@ -138,7 +138,7 @@ class Lanczos:
         return state.tridiagonal, [state.basis]
 
     def begin(self, vector: tf.Tensor, steps: int) -> Krylov:
-        """Initial state for a start vector (shard) and `steps` iterations."""
+        """Return the initial state for a start vector (shard) and `steps`."""
         zeros = tf.zeros([steps], vector.dtype)
         return Krylov(
             new_rows(steps, vector.shape[0], vector.dtype),
@@ -258,7 +258,10 @@ class Lanczos:
         )
 
     def _multiply(self, candidate: Candidate) -> tuple[tf.Tensor, tf.Tensor]:
-        """Row of a candidate and its product; zeros and the vector if fresh."""
+        """Return the row of a candidate and the product with the row.
+
+        For a fresh candidate, return zeros and the vector of the candidate.
+        """
         vector, length, fresh = candidate[:3]
         row = vector * tf.where(fresh, tf.zeros_like(length), 1 / length)
         image = self._product(row)

@@ -28,7 +28,7 @@ BERNOULLI_LOGITS = "bernoulli logits"
 CATEGORICAL_LOGITS = "categorical logits"
 LOGITS = {BERNOULLI: BERNOULLI_LOGITS, CATEGORICAL: CATEGORICAL_LOGITS}
 
-_TOLERANCE = 1e-3  # relative
+_TOLERANCE = 1e-3  # maximum relative difference
 # Rounding error of a float32 probability, and Keras' bound for clipping it.
 _ROUNDING, _EPSILON = 1e-6, 1e-7
 
@@ -62,7 +62,7 @@ class Recognition(NamedTuple):
     Attributes:
         names: Names of the candidate likelihoods.
         sums: Numbers to sum over the replicas, float64 `(len(names), 7)`.
-        is_reported: True to report a loss that is none of them.
+        is_reported: True to report a loss that matches no likelihood.
     """
 
     names: tuple[str, ...]
@@ -171,22 +171,29 @@ _CATEGORICAL_LOGITS = _Form(
     of_classes=True,
 )
 _LOGIT_FORMS = (_BERNOULLI_LOGITS, _CATEGORICAL_LOGITS)
-# The same likelihoods by the logits behind probabilities.
+# Forms of probabilities that are computed from Keras' logits.
 _BEHIND_OUTPUTS = (
     _BERNOULLI_LOGITS._replace(name=BERNOULLI, by_logits=True),
     _CATEGORICAL_LOGITS._replace(name=CATEGORICAL, by_logits=True),
 )
-# Limits of compared terms and of outputs in them; number of terms below which
-# gradients are compared.
+# Maximum number of compared terms, and of their outputs; number of terms below
+# which gradients are compared, too.
 _MAX_ROWS, _MAX_NUMBERS, _MIN_TERMS = 64, 4096, 4
 
 
 class _Labels(NamedTuple):
-    """Labels in the shape of the outputs, or integer classes of the terms."""
+    """Labels of a batch.
+
+    Attributes:
+        values: Labels in the shape of the outputs, or an integer class per
+            term; 0 where `fit` is False.
+        are_classes: True if `values` are integer classes.
+        fit: Scalar bool, False if the labels have the wrong shape.
+    """
 
     values: tf.Tensor
     are_classes: bool
-    fit: tf.Tensor  # scalar bool, False if the shape is wrong: values are 0
+    fit: tf.Tensor
 
 
 def compare_with_likelihoods(
@@ -459,7 +466,7 @@ def _labels_of(y_true: Any, outputs: tf.Tensor) -> _Labels | None:
         return None
     if y.shape.is_fully_defined() and expected.is_fully_defined():
         return _Labels(y, are_classes, tf.constant(True))
-    # The loss may broadcast labels of another shape; use zeros for them here.
+    # The loss may broadcast labels of another shape: use zeros instead.
     label_shape = tf.shape(outputs)[: expected.rank]
     fit = tf.reduce_all(tf.equal(tf.shape(y), label_shape))
     values = tf.cond(fit, lambda: y, lambda: tf.zeros(label_shape, y.dtype))

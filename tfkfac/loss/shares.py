@@ -77,7 +77,7 @@ def measure_loss(
             share,
             () if share is None else (share,),
         )
-    # One all-reduce for all numbers of all losses.
+    # Use one all-reduce for the numbers of all losses.
     numbers = [_numbers_to_sum(loss) for loss in terms]
     flat = iter(group.all_reduce([x for row in numbers for x in row.values()]))
     sums = [{name: next(flat) for name in row} for row in numbers]
@@ -191,7 +191,7 @@ def weigh(
 
 
 def weighted(tensor: tf.Tensor, share: tf.Tensor | None) -> tf.Tensor:
-    """Multiply by a share; return 0 for share 0, even if a mean is NaN."""
+    """Multiply a tensor by a share; 0 for share 0, also for a NaN tensor."""
     if share is None:
         return tensor
     return tf.math.multiply_no_nan(tensor, tf.cast(share, tensor.dtype))

@@ -220,7 +220,7 @@ def join(
     values: Mapping[int, np.ndarray],
     replicas: int,
 ) -> np.ndarray:
-    """Join the values of an entry, by rank of `ranks_to_join`, to an array."""
+    """Join the values of an entry on `ranks_to_join` to one array."""
     first, value = next(iter(values.items()))
     piece = pieces[first][key]
     if piece.region is not None:

@@ -29,7 +29,7 @@ from tfkfac.saving.entries import (
 
 _FORMAT_KEY = f"{FORMAT_SECTION}:version:"
 _FORM = re.compile(r"[^:]+:[^:]+:.*", re.DOTALL)
-# A name, and the number that Keras appends to an automatic name.
+# Groups: a name, and the number that Keras appends to an automatic name.
 _NAME = re.compile(r"(.*?)(?:_(\d+))?", re.DOTALL)
 # Entries by (layer path, section), then by name.
 Named = dict[tuple[str, str], dict[str, Any]]
@@ -40,7 +40,7 @@ def save_state(
     entries: Mapping[int, Sequence[Entry]],
     replicas: int,
 ) -> None:
-    """Write the entries of the replicas of this process, given by rank."""
+    """Write the state entries of the local replicas to a Keras store."""
     write_format(store)
     pieces: Pieces = {
         rank: {entry.key: Piece.of(entry) for entry in of_rank}
@@ -91,7 +91,7 @@ def share_key(process: int, processes: int) -> str:
 
 
 def find_share(store: Mapping[str, Any]) -> str | None:
-    """Return the `share_key` of a store; None if it has the whole state."""
+    """Return the `share_key` of a store; None for the whole state."""
     marks = [key for key in store.keys() if split_key(key)[1] == SHARE]  # noqa: SIM118
     return marks[0] if marks else None
 
@@ -182,7 +182,7 @@ def load_state(
     replicas: int,
     optimizer: str,
 ) -> None:
-    """Assign the arrays of a file to the variables: to all of them or none.
+    """Assign the arrays of a file to all variables, or raise an error.
 
     `entries` are the entries of the replicas of this process, by rank.
 

@@ -78,7 +78,7 @@ class FitDecay(LearningRateSchedule):
         self._can_be_set = False
 
     def follow(self, plan: RunPlan, can_be_set: bool) -> None:
-        """Use the plan of an optimizer, and its `rate` if `can_be_set`."""
+        """Use the plan of an optimizer, and `plan.rate` if `can_be_set`."""
         self._plan, self._can_be_set = plan, can_be_set
 
     def __call__(self, step: tf.Tensor) -> tf.Tensor:

@@ -13,14 +13,14 @@ from tfkfac.capture.model_taps import paused
 from tfkfac.checks import check_range
 from tfkfac.compat.graphs import state_variable
 
-# Number of steps of a run that is limited by time only.
+# Number of steps passed to `fit` if only time limits the run.
 MOST_STEPS = 10**9
 
 
 class Points:
     """The points of each condition: arrays, or functions of the step.
 
-    They are in variables that no model tracks or saves.
+    Variables that no model tracks or saves hold the points.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Points:
         self.step = step
 
     def of_replica(self) -> dict[str, tf.Tensor]:
-        """This replica's points: every `num_replicas`-th row."""
+        """Return the points of this replica: every `num_replicas`-th row."""
         replica = tf.distribute.get_replica_context()
         first = replica.replica_id_in_sync_group
         by = replica.num_replicas_in_sync
@@ -67,14 +67,15 @@ class Conditions(keras.Model):
                     f'result. Create it with dtype="{widest.dtype}".',
                     stacklevel=3,
                 )
-        self.unknowns = list(variables)  # Keras then lists them as trainable
+        self.unknowns = list(variables)  # tracked by Keras
         self.built = True
 
     def call(self, points: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """The residuals at points, by name; each `(batch, k)`."""
+        """Compute the residuals at points, by name; each `(batch, k)`."""
         residuals = {}
         for name, x in points.items():
-            # An identity: second `tf.gradients` of captured tensors are wrong.
+            # Differentiate at an identity: second derivatives by `tf.gradients`
+            # at captured tensors are wrong.
             r = tf.convert_to_tensor(self.residuals[name](tf.identity(x)))
             if r.shape.rank not in (1, 2):
                 raise ValueError(
@@ -85,20 +86,20 @@ class Conditions(keras.Model):
         return residuals
 
     def dummy_data(self) -> tf.data.Dataset:
-        """Dummy data for `fit`: a zero point for each replica."""
+        """Return dummy data for `fit`: a zero point for each replica."""
         replicas = self.distribute_strategy.num_replicas_in_sync
         points = {
             name: tf.zeros([replicas, *v.shape[1:]], v.dtype)
             for name, v in self.points.variables.items()
         }
         zeros = {name: tf.zeros([replicas, 1]) for name in points}
-        # Creates the metrics of the losses here: later they would retrace.
+        # Create the metrics of the losses now: later, they cause a retrace.
         with paused():
             self.compute_loss(points, zeros, zeros)
         return tf.data.Dataset.from_tensors((points, zeros)).repeat()
 
     def train_step(self, data: Any) -> Any:
-        """One training step at the points; ignores the data of `fit`."""
+        """Train on the points for one step; ignore the data of `fit`."""
         points = self.points.of_replica()
         zeros = {n: tf.zeros([tf.shape(x)[0], 1]) for n, x in points.items()}
         return super().train_step((points, zeros))

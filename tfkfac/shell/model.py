@@ -39,7 +39,7 @@ def check_settings(model: keras.Model, loss_scaler: Any) -> None:
     repair(strategy)
     if strategy.num_replicas_in_sync == 1:
         return
-    # Of each process, so that all raise or none.
+    # The condition is equal on all processes: all of them raise, or none.
     if model.run_eagerly and len(find_topology(strategy).local) > 1:
         refuse_eager_replicas()
     if getattr(model, "steps_per_execution", 1) > 1:
@@ -128,6 +128,6 @@ def plain(value: Any) -> Any:
             # values that cannot be serialized.
             warnings.simplefilter("ignore")
             config = value.get_config()
-    except Exception:  # no config, or a custom one that fails
+    except Exception:  # no config, or `get_config` fails
         return name
     return {"class": name, **plain(config)} if config else name

@@ -248,7 +248,7 @@ class SecondOrderOptimizer(ScheduledOptimizer):
             with tf.init_scope():  # a config holds values of variables
                 processes = job.among_processes("agreement")
                 check_agreement(self.description(), processes)
-        # Its collectives match only on workers with equal descriptions.
+        # Collectives in `create` match only on workers with equal descriptions.
         self.method.create()
         self._build_others(list(variables))
         self._is_building = True
@@ -422,10 +422,10 @@ class SecondOrderOptimizer(ScheduledOptimizer):
             self._skipped_in_a_row = streak.check(most, self.name)
 
     def count_steps(self, steps: int = 1) -> None:
-        """Count steps; call `check_skipped_steps` if its limit may be reached.
+        """Count steps; call `check_skipped_steps` if the limit may be reached.
 
-        Reading the number of skipped steps waits for the device. It is read
-        only if `max_skipped_steps` steps have run since it was 0.
+        Reading the number of skipped steps waits for the device, so the number
+        is read only if `max_skipped_steps` steps have run since it was 0.
 
         Args:
             steps: Number of steps since the last call. Defaults to 1.

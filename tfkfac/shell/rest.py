@@ -14,8 +14,7 @@ from tfkfac.shell.arguments import check_inner
 INNER = "inner"
 # Arguments of Keras optimizers for averages of the weights.
 _AVERAGES = "use_ema", "ema_momentum", "ema_overwrite_frequency"
-# Learning rates with the same effect on SGD with preconditioned gradients and
-# on Adam, as defaults: 0.1 and 0.001.
+# Default learning rates of SGD with preconditioned gradients, and of Adam.
 _SGD_RATE, _ADAM_RATE = 0.1, 0.001
 
 
@@ -65,8 +64,8 @@ def choose_rest(
     other averages causes a warning.
 
     Raises:
-        ValueError: If it is not an optimizer, is the inner optimizer, or
-            accumulates gradients.
+        ValueError: If `rest_optimizer` is not an optimizer, is the inner
+            optimizer, or accumulates gradients.
     """
     if rest_optimizer == INNER:
         return None
@@ -97,16 +96,17 @@ def choose_rest(
             stacklevel=3,
         )
     rate = rate_of(rest)
-    if isinstance(rate, ProportionalRate):  # also if restored from a config
+    if isinstance(rate, ProportionalRate):  # a restored rest optimizer, too
         rate.follow(inner)
     return rest
 
 
 def default_rest_rate(inner: keras.optimizers.Optimizer) -> ProportionalRate:
-    """Rate of Adam beside natural-gradient steps: 0.001 at the usual rate.
+    """Default learning rate of Adam for uncovered weights.
 
-    The usual rate of the inner optimizer is its constant rate, if positive,
-    else 0.1 for SGD and 0.001 for others.
+    `0.001 * rate / reference`, where `rate` is the inner learning rate and
+    `reference` the constant inner rate, if positive, else 0.1 for SGD and 0.001
+    for other inner optimizers.
     """
     reference = 0.0
     if not isinstance(rate_of(inner), LearningRateSchedule):
@@ -118,6 +118,6 @@ def default_rest_rate(inner: keras.optimizers.Optimizer) -> ProportionalRate:
 
 
 def averages(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
-    """The settings of the averages of weights of an optimizer."""
+    """Return the settings of an optimizer for averages of the weights."""
     used = _AVERAGES if optimizer.use_ema else _AVERAGES[:1]
     return {name: getattr(optimizer, name) for name in used}

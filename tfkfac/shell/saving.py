@@ -47,11 +47,11 @@ class SavedState(tf.train.experimental.PythonState):
 
     In a job of several processes, the state is distributed. `gather` collects
     it in the memory of worker 0; this worker can then save alone, without
-    collectives. If all workers save at once, the state is gathered then.
+    collectives. If all workers save at once, saving gathers the state.
 
     `tf.train.Checkpoint` saves the gathered state as one value, because the
-    variables of one worker have no meaning on another. A SavedModel does not
-    contain it: it serves a model and cannot train it.
+    variables of one worker have no meaning on another. A SavedModel, which
+    serves a model and cannot train, does not contain the state.
     """
 
     def __init__(self, name: str, method: Method, plan: RunPlan) -> None:
@@ -85,7 +85,10 @@ class SavedState(tf.train.experimental.PythonState):
         self._gathered = self._fingerprint(self._job), state
 
     def _is_gathered(self, job: Job) -> bool:
-        """True if the current state is gathered, now if all workers save."""
+        """Return True if the current state is in the memory of worker 0.
+
+        Gather the state first if all workers save now.
+        """
         fingerprint = self._fingerprint(job)
         if self._gathered is not None and self._gathered[0] == fingerprint:
             return True
@@ -129,19 +132,19 @@ class SavedState(tf.train.experimental.PythonState):
             store[key] = np.zeros(1, np.int64)
 
     def _entries(self) -> dict[int, list[Entry]]:
-        """Entries to save now, by rank."""
+        """Return the entries to save of each local replica, by rank."""
         return {
             rank: contents.entries
             for rank, contents in self._contents().items()
         }
 
     def _contents(self) -> dict[int, Contents]:
-        """Contents of each replica of this process, by rank."""
+        """Return the state to save of each local replica, by rank."""
         job = self._job
         assert job is not None
         result = {}
         seeds = seed_states(job.find_model())
-        # The number in the name rejects seeds of models with another number.
+        # The number in the name makes `load` reject another number of seeds.
         section = f"{len(seeds)} seed generators"
         for place, rank in enumerate(job.topology.local):
             contents = self._method.contents(rank)
@@ -168,7 +171,7 @@ class SavedState(tf.train.experimental.PythonState):
         return result
 
     def _fingerprint(self, job: Job) -> list[int]:
-        """Counts that change in every step, also in a skipped one."""
+        """Return counts that change in every step, even in a skipped step."""
         plan = {entry.key for entry in self._plan.entries()}
         counts = [
             entry.variable
@@ -184,10 +187,11 @@ class SavedState(tf.train.experimental.PythonState):
     def load(self, store: Mapping[str, Any]) -> None:
         """Load state that `save` wrote on any number of workers.
 
-        Warns of unusable state.
+        Unusable state causes a warning.
 
         Raises:
-            ValueError: If it does not fit the model or has another format.
+            ValueError: If the state does not fit the model or has another
+                format.
         """
         if not store.keys() and self._job is None:
             return  # a copy of an optimizer that was not built
@@ -235,7 +239,7 @@ class SavedState(tf.train.experimental.PythonState):
             )
 
     def _why_unusable(self, store: Mapping[str, Any]) -> str | None:
-        """Reason why saved state cannot be loaded, or None."""
+        """Return why saved state cannot be loaded, or None."""
         if is_foreign(store):
             return "the file is of another optimizer"
         check_format(store, self._name)
@@ -272,9 +276,9 @@ class SavedState(tf.train.experimental.PythonState):
 
 
 def seed_states(model: keras.Model | None) -> list[tuple[tf.Variable, ...]]:
-    """Local values of each seed generator's state, one per local replica.
+    """Return the state of each seed generator, one variable per local replica.
 
-    Keras' files do not contain them, because they are not weights.
+    Keras' files do not contain these variables, which are not weights.
     """
     if model is None:
         return []
@@ -288,7 +292,7 @@ def seed_states(model: keras.Model | None) -> list[tuple[tf.Variable, ...]]:
 
 
 # ------------------------------------------------ the state of all workers
-_MESSAGE_BYTES = 64 * 2**20  # upper bound of a message
+_MESSAGE_BYTES = 64 * 2**20  # maximum size of a message
 _CHIEF = 0
 # Rank of a replica, and name of an entry in a file.
 Key = tuple[int, str]
@@ -337,7 +341,7 @@ def gather_state(
 def exchange_pieces(
     entries: Mapping[int, Sequence[Entry]], group: Communicator
 ) -> dict[int, dict[str, Piece]]:
-    """Pieces of every replica of the job, by rank and name in a file."""
+    """Exchange the pieces of all replicas; by rank and name in a file."""
     local = {
         str(rank): [Piece.of(entry) for entry in of_rank]
         for rank, of_rank in entries.items()
@@ -383,7 +387,7 @@ def _send(
     variables: Mapping[Key, tf.Variable],
     group: Communicator,
 ) -> dict[Key, np.ndarray]:
-    """Send pieces to the first process; there, return them."""
+    """Send values to the first process; return the values there, else {}."""
     specs = [
         tf.TensorSpec(pieces[rank][key].shape, pieces[rank][key].dtype)
         for rank, key in keys

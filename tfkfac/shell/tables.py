@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def unit_of(count: int) -> tuple[int, str]:
-    """The largest unit of at most `count` bytes: its bytes and its name."""
+    """Return the bytes and the name of the largest unit of at most `count`."""
     size = 1
     for unit in ("B", "KB", "MB"):
         if count < 1024 * size:

@@ -58,7 +58,7 @@ class Solver(abc.ABC):
         """
 
     def kept(self, factors: Factors) -> dict[str, Part]:
-        """Return the parts that `combine` returns: those that are stored."""
+        """Return the parts that `combine` returns, which are stored."""
         return self.all_parts(factors)
 
     def all_parts(self, factors: Factors) -> dict[str, Part]:

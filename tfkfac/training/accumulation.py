@@ -13,7 +13,7 @@ from tfkfac.saving.slots import Slots
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step
 
-# Name of the section of a saved file that holds these sums.
+# Section of a saved file that holds the sums over micro-batches.
 PENDING = "pending"
 
 
@@ -71,7 +71,10 @@ class Accumulation(Slots):
         return tf.equal(self.count, self._steps)
 
     def merged(self, step: Step) -> Step:
-        """The step of all micro-batches, given the step of the last one."""
+        """Return the step with the mean gradients of all micro-batches.
+
+        The argument is the step of the last micro-batch.
+        """
         loss = step.loss
         norm = tf.where(loss.summed, tf.ones_like(self.weight), self.weight)
         gradients = [
@@ -97,7 +100,7 @@ class Accumulation(Slots):
         return dataclasses.replace(step, gradients=gradients, batch=batch)
 
     def _sums_of(self, step: Step) -> list[tf.Variable]:
-        """The sums in the order of the variables of a step."""
+        """Return the gradient sums in the order of the variables of a step."""
         inner = step.job.inner_optimizer
         weights = step.job.model.trainable_variables
         sums = {
@@ -112,7 +115,7 @@ def _terms(loss: LossMeasure) -> tf.Tensor:
 
 
 def names_of(model: keras.Model) -> list[tuple[str, str]]:
-    """Layer path and unique name within it of each trainable variable."""
+    """Return (layer path, unique name in the layer) of trainable weights."""
     names: dict[int, tuple[str, str]] = {}
     for node in walk(model):
         new = [v for v in node.layer.trainable_variables if id(v) not in names]

@@ -168,7 +168,7 @@ def count_empty_batches(
     count = tf.add_n([loss.count for loss in terms])
     now = tf.where(count > 0, tf.zeros_like(empty), empty + 1)
     empty.assign(now)
-    if in_xla():  # cannot print
+    if in_xla():  # XLA cannot print
         return
 
     def report() -> tf.Tensor:
@@ -206,7 +206,7 @@ def refuse(condition: tf.Tensor, message: tf.Tensor) -> tf.Operation:
 
 @contextlib.contextmanager
 def as_errors() -> Iterator[None]:
-    """Context that raises failures of `refuse` and invalid class labels.
+    """Convert failures of `refuse` and invalid labels to a ValueError.
 
     Raises:
         ValueError: With the message of `refuse`, or the invalid label.

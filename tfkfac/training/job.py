@@ -31,7 +31,7 @@ class _Log:
         self._unit = state_variable(1.0, "float64", "unit")
 
     def record(self, verdict: Verdict, optimizer: str, instead: str) -> None:
-        """Count a step."""
+        """Count the likelihood that the loss matched in a step."""
         counted = tf.cast(verdict.is_counted, tf.int64)
         which = tf.one_hot(verdict.index, len(self._names), dtype=tf.int64)
         self._counts.assign_add(which * counted)
@@ -59,10 +59,10 @@ class _Log:
 
 
 class LossLog:
-    """Log of the likelihoods that the user's losses matched."""
+    """Log of the likelihoods that losses of the user matched."""
 
     def __init__(self) -> None:
-        # By replica, position of the loss, and candidate likelihoods.
+        # Keys: (replica, position of the loss, names of candidate likelihoods).
         self._logs: dict[tuple[int, int, tuple[str, ...]], _Log] = {}
 
     def record(
