@@ -161,7 +161,8 @@ def restart(case: Training, path: str) -> None:
     assert saved == {
         "directions", "estimations", "failures", "inner_momentum",
         "largest_rate", "last_estimation", "momentum", "ritz_values",
-        "run_length", "run_start", "set_learning_rate", "skipped_steps",
+        "run_epochs", "run_length", "run_start", "set_learning_rate",
+        "skipped_steps",
         "square", "version", "warmup",
     }  # fmt: skip
 

@@ -138,10 +138,16 @@ def test_natural_steps_fall_from_a_tenth() -> None:
     assert rest_rates == pytest.approx([0.01 * rate for rate in rates])
 
 
-def test_length_counts_updates_of_accumulated_gradients() -> None:
-    optimizer = tfkfac.KFAC(step="spectral", gradient_accumulation_steps=2)
+@pytest.mark.parametrize(("batches", "length"), [(2, 4), (3, 2)])
+def test_length_counts_updates_of_accumulated_gradients(
+    batches: int, length: int
+) -> None:
+    optimizer = tfkfac.KFAC(
+        step="spectral", gradient_accumulation_steps=batches
+    )
     rates = fit(compiled(optimizer))
-    assert rates == pytest.approx(np.repeat(linear(4), 2))
+    want = [*np.repeat(linear(length), batches), 0, 0][:8]
+    assert rates == pytest.approx(want)
 
 
 def test_several_steps_in_one_execution() -> None:
@@ -211,11 +217,31 @@ def test_loaded_model_goes_on(tmp_path: Any) -> None:
     assert rates == pytest.approx(linear(12)[4:])
     for a, b in zip(whole.get_weights(), again.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
-    # Another end is another run.
-    other = keras.models.load_model(files.format(epoch=0))
-    assert fit(other, epochs=4, initial_epoch=1) == pytest.approx(linear(12))
-    other = keras.models.load_model(files.format(epoch=0))
-    assert fit(other, epochs=3) == pytest.approx(linear(12))
+    # Another end, or another first epoch, is another run.
+    for options in (
+        {"epochs": 4, "initial_epoch": 1},
+        {"epochs": 3},
+        {"epochs": 2},
+    ):
+        other = keras.models.load_model(files.format(epoch=0))
+        rates = fit(other, **options)
+        assert rates == pytest.approx(linear(len(rates)))
+    # Outside of `fit`, the rate is the peak.
+    other = keras.models.load_model(files.format(epoch=2))
+    assert float(other.optimizer.learning_rate) == 1
+
+
+def test_loaded_model_trains_on_with_a_generator(tmp_path: Any) -> None:
+    files = str(tmp_path / "{epoch}.keras")
+    whole = compiled()
+    want = fit(whole, Rates(files), x=unknown_length(), epochs=3)
+    for epochs, rates in (
+        (3, want[2 * STEPS :]),
+        (5, [1.0] * STEPS + linear(2 * STEPS)),
+    ):
+        again = keras.models.load_model(files.format(epoch=1))
+        got = fit(again, x=unknown_length(), epochs=epochs, initial_epoch=2)
+        assert got == pytest.approx(rates, abs=1e-6)
 
 
 @pytest.mark.parametrize("save_freq", ["epoch", 2])
@@ -306,3 +332,31 @@ def test_config() -> None:
     assert float(again.learning_rate) == 0.75
     rest_rate = float(again.rest_optimizer.learning_rate)
     assert rest_rate == pytest.approx(0.225)
+
+
+def test_optimizers_share_neither_config_nor_schedule() -> None:
+    config = tfkfac.KFAC().get_config()
+    one, other = (tfkfac.KFAC.from_config(config) for _ in range(2))
+    schedule = tfkfac.schedules.FitDecay(1.0)
+    third, fourth = (
+        tfkfac.KFAC(schedule, step="spectral", rest_optimizer=Adam(schedule))
+        for _ in range(2)
+    )
+    for optimizer in (one, third):
+        optimizer.learning_rate = 0.5
+        assert float(optimizer.learning_rate) == 0.5
+    assert float(one.rest_optimizer.learning_rate) == pytest.approx(0.005)
+    assert float(third.rest_optimizer.learning_rate) == 1
+    for optimizer in (other, fourth):
+        assert float(optimizer.learning_rate) == 1
+    one.learning_rate = tfkfac.schedules.FitDecay(2.0)
+    assert float(one.learning_rate) == 2
+
+
+def test_optimizer_outside_of_the_scope() -> None:
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    optimizer = tfkfac.KFAC()
+    with strategy.scope():
+        model = mlp()
+        with pytest.raises(ValueError, match=r"inside of `strategy.scope\(\)`"):
+            model.compile(optimizer, loss())

@@ -83,9 +83,9 @@ class KFACMethod(Method):
         layers = observe(step, state, by_rows)
         step.record_losses("its unit is 1, its Fisher matrix the empirical one")
         if not self.job.terms_of(step.batch):
-            warning = report.unseen_loss_warning(
-                self.job, self._rule.without_loss
-            )
+            is_passed = step.batch.value is not None
+            rule = Natural if is_passed else self._rule
+            warning = report.unseen_loss_warning(self.job, rule.without_loss)
             self._advice.give(self.job, warning)
         statistics = self.statistics(layers, step)
         if state.pending is None:

@@ -95,7 +95,7 @@ class KFAC(SecondOrderOptimizer):
             `kl_clip` and passes it to the inner optimizer. "spectral"
             orthogonalises the momentum of the preconditioned gradient. None
             is "natural" if `inner_optimizer`, `learning_rate` or `kl_clip` is
-            given, else "spectral". Defaults to None.
+            given (0.02 too), else "spectral". Defaults to None.
         damping: Tikhonov damping of the Fisher matrix. A number or a
             `keras.optimizers.schedules.LearningRateSchedule`. Defaults to
             0.01.

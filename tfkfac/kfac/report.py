@@ -86,18 +86,17 @@ def coverage_warning(registry: Registry, job: Job) -> str | None:
     )
 
 
-def unseen_loss_warning(job: Job, lengths: str) -> str:
+def unseen_loss_warning(job: Job, note: str) -> str:
     """Warning about a loss that was not observed and is used as a mean.
 
-    `lengths` says how the length of steps is chosen without the loss.
+    `note` is a sentence on the length of the steps.
     """
     return (
         f"Optimizer '{job.name}' did not observe the loss of model "
         f"'{job.model.name}' and assumes a mean over the examples, the leading "
-        f"dimension of each layer's input. {lengths} Compute the loss with "
-        "`model.compute_loss`, or pass it through `optimizer.scale_loss` under "
-        "the tape; `optimizer.attach(model, loss_terms=...)` takes the number "
-        "of terms of the mean, 1 for a sum."
+        f"dimension of each layer's input. {note} Compute the loss with "
+        "`model.compute_loss`, or pass the number of terms of the mean, 1 for "
+        "a sum, to `optimizer.attach(model, loss_terms=...)`."
     )
 
 

@@ -258,15 +258,15 @@ def check_spectral(
         raise ValueError(
             "Argument `inner_optimizer` must be SGD without momentum or "
             "clipping with step='spectral', which has a length and a momentum "
-            "of its own. An optimizer for the uncovered weights is the "
-            "`rest_optimizer`. Received: "
+            "of its own. Pass step='natural' for another inner optimizer, or "
+            "`rest_optimizer` for the uncovered weights. Received: "
             f"inner_optimizer={type(inner).__name__}({', '.join(changes)})"
         )
     if rest_optimizer == INNER:
         raise ValueError(
             "Argument `rest_optimizer` must be an optimizer with spectral "
-            "steps, whose learning rate is none for gradients. "
-            f"Received: rest_optimizer={rest_optimizer!r}"
+            "steps; pass step='natural' to leave the uncovered weights to the "
+            f"inner optimizer. Received: rest_optimizer={rest_optimizer!r}"
         )
 
 

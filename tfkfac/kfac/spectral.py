@@ -73,8 +73,9 @@ class Spectral(Natural):
     title = ", spectral steps"
     needs_loss = True
     without_loss = (
-        f"Spectral steps have a root mean square of {_RMS} at the learning "
-        "rate 1."
+        f"Without the loss, spectral steps have the root mean square {_RMS} "
+        "times the learning rate; pass the loss through "
+        "`optimizer.scale_loss` under the tape."
     )
     has_momenta = True
     extra_scalars = 2  # per block: <D, N> and <P, N>

@@ -99,7 +99,7 @@ def record_loss(model: keras.Model, loss: Any) -> None:
     """Record the loss of a batch for which `compute_loss` was not called."""
     batches = LossTap.open(model).current()
     batch = batches.pop() if batches else LossBatch()
-    if batch.value is None:
+    if not batch.arguments:
         batch = dataclasses.replace(batch, value=scalar_loss(loss))
     batches.append(batch)
 

@@ -13,23 +13,36 @@ from tfkfac.saving.slots import Slots
 class RunPlan(Slots):
     """Start and length of a training run, for `FitDecay`.
 
+    The plan of a `fit` that is loaded from a file takes effect only in a `fit`
+    that continues it.
+
     Attributes:
         start: Number of updates before the run.
         length: Number of updates of the run; 0 while it is unknown.
-        rate: Learning rate that the user has set during training, which ends
-            the decay of the inner optimizer; negative if none is set.
+        epochs: Argument of the `fit`; 0 for a run that the user began.
+        in_fit: 1 during `fit`, else 0.
+        set_rate: Learning rate that the user has set during training, which
+            ends the decay of the inner optimizer; negative if none is set.
     """
 
     def __init__(self) -> None:
         super().__init__("run")
         self.start = self.slot("run_start")
         self.length = self.slot("run_length")
-        self.rate = self.slot("set_learning_rate", (), "float32", -1.0)
+        self.epochs = self.slot("run_epochs")
+        self.in_fit = self.slot("in_fit", saved=False)
+        self.set_rate = self.slot("set_learning_rate", (), "float32", -1.0)
 
-    def begin(self, start: int, length: int) -> None:
+    def begin(self, start: int, length: int, epochs: int = 0) -> None:
         """Plan a run of `length` updates from the update `start` on."""
         self.start.assign(start)
         self.length.assign(length)
+        self.epochs.assign(epochs)
+
+    def end_fit(self) -> None:
+        """Forget the plan, so that the rate is the peak outside of `fit`."""
+        self.begin(0, 0)
+        self.in_fit.assign(0)
 
     @property
     def end(self) -> int | None:
@@ -37,12 +50,14 @@ class RunPlan(Slots):
         length = int(self.length.numpy())
         return int(self.start.numpy()) + length if length else None
 
-    def remaining_share(self, update: tf.Tensor) -> tf.Tensor:
+    def remaining_fraction(self, update: tf.Tensor) -> tf.Tensor:
         """`clip(1 - (t - start) / length, 0, 1)`; 1 for an unknown length."""
-        done = tf.cast(update, tf.int64) - self.start
-        done = tf.clip_by_value(done, 0, self.length)
-        length = tf.maximum(self.length, 1)
-        return 1.0 - tf.cast(done, tf.float32) / tf.cast(length, tf.float32)
+        is_used = (self.in_fit > 0) | tf.equal(self.epochs, 0)
+        num_done = tf.cast(update, tf.int64) - self.start
+        num_done = tf.clip_by_value(num_done, 0, self.length)
+        num_done *= tf.cast(is_used, tf.int64)
+        length = tf.cast(tf.maximum(self.length, 1), tf.float32)
+        return 1.0 - tf.cast(num_done, tf.float32) / length
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
@@ -56,7 +71,7 @@ class FitDecay(LearningRateSchedule):
 
     If Keras does not know the number of batches, the rate is constant in the
     first epoch and falls linearly over the others. Outside of `fit` the rate
-    is constant, unless `optimizer.begin_run(steps)` tells the length.
+    is constant, unless `optimizer.begin_run(steps)` sets the length.
 
     Use it in `tfkfac.KFAC` or `tfkfac.FOSI`, as the learning rate of the inner
     or the rest optimizer. In any other optimizer the rate is constant.
@@ -78,7 +93,7 @@ class FitDecay(LearningRateSchedule):
         self._can_be_set = False
 
     def follow(self, plan: RunPlan, can_be_set: bool) -> None:
-        """Use the plan of an optimizer, and `plan.rate` if `can_be_set`."""
+        """Use the plan of an optimizer, and `set_rate` if `can_be_set`."""
         self._plan, self._can_be_set = plan, can_be_set
 
     def __call__(self, step: tf.Tensor) -> tf.Tensor:
@@ -86,10 +101,10 @@ class FitDecay(LearningRateSchedule):
         peak = tf.constant(self.peak, tf.float32)
         if self._plan is None:
             return peak
-        rate = peak * self._plan.remaining_share(step)
+        rate = peak * self._plan.remaining_fraction(step)
         if not self._can_be_set:
             return rate
-        return tf.where(self._plan.rate < 0, rate, self._plan.rate)
+        return tf.where(self._plan.set_rate < 0, rate, self._plan.set_rate)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""

@@ -5,7 +5,7 @@ import re
 import types
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfkfac.checks import is_number
 from tfkfac.compat.models import all_layers
+from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.compat.strategies import repair
 from tfkfac.distributed.topology import check_strategy, find_topology
 from tfkfac.training.job import refuse_eager_replicas
@@ -55,6 +56,29 @@ def check_settings(model: keras.Model, loss_scaler: Any) -> None:
             "model with `tfkfac.LossScaleOptimizer(optimizer)`, or use the "
             "policy 'mixed_bfloat16', which needs none."
         )
+
+
+def check_scope(
+    model: keras.Model, optimizers: Sequence[keras.optimizers.Optimizer]
+) -> None:
+    """Refuse optimizers that were created outside of the model's strategy.
+
+    Their updates would wait for replicas forever.
+
+    Raises:
+        ValueError: If an optimizer was created outside of `strategy.scope()`.
+    """
+    if model.distribute_strategy.num_replicas_in_sync == 1:
+        return
+    for optimizer in optimizers:
+        iterations = raw_iterations(optimizer).value
+        if not isinstance(iterations, tf.distribute.DistributedValues):
+            raise ValueError(
+                "Argument `optimizer` of `compile` must be created inside of "
+                "`strategy.scope()`, as the model. Received: "
+                f"{type(optimizer).__name__} '{optimizer.name}', created "
+                "outside"
+            )
 
 
 def train_without_xla(model: keras.Model) -> None:

@@ -1,6 +1,7 @@
 """Keras optimizer that wraps an inner optimizer and is bound to a model."""
 
 import collections
+import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from tfkfac.loss.shares import LossScaling
 from tfkfac.shell.arguments import check_inner, restore_value, setting
 from tfkfac.shell.method import Method
 from tfkfac.shell.model import (
+    check_scope,
     check_settings,
     describe_model,
     plain,
@@ -123,7 +125,8 @@ class SecondOrderOptimizer(ScheduledOptimizer):
                 f"Received: config={config!r} (of type {type(config)})"
             )
         arguments = {
-            name: restore_value(name, value, custom_objects)
+            # Copied, as Keras changes the config of an inner optimizer.
+            name: restore_value(name, copy.deepcopy(value), custom_objects)
             for name, value in config.items()
         }
         return cls(**arguments)
@@ -167,6 +170,7 @@ class SecondOrderOptimizer(ScheduledOptimizer):
             loss_terms = check_count("loss_terms", loss_terms, 1)
         self._check_owner(model)
         check_settings(model, loss_scaler)
+        check_scope(model, self._optimizers)
         self._check_variables(model)
         detach(model, self.method)
         self._scaling.set_scaler(loss_scaler)
@@ -290,7 +294,7 @@ class SecondOrderOptimizer(ScheduledOptimizer):
             "optimizer": type(self).__name__,
             **{f"argument {name}": value for name, value in arguments.items()},
             **others,
-            "learning rate set in training": float(self.plan.rate.numpy()),
+            "learning rate set in training": float(self.plan.set_rate.numpy()),
             "jit_compile": uses_xla(model),
             "shapes of the weights": [list(v.shape) for v in weights],
             **self.method.agreement(),

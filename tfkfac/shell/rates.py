@@ -2,9 +2,6 @@
 
 from typing import Any
 
-import tensorflow as tf
-from keras.optimizers.schedules import LearningRateSchedule
-
 from tfkfac.checks import check_count, check_range
 from tfkfac.compat.optimizers import rate_of, raw_iterations
 from tfkfac.schedules.fit_decay import FitDecay, RunPlan
@@ -30,21 +27,27 @@ class ScheduledOptimizer(AveragingOptimizer):
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
         """Set the rate; a number ends the decay of a `FitDecay` for good."""
-        is_schedule = isinstance(value, LearningRateSchedule)
         decays = isinstance(rate_of(self.inner_optimizer), FitDecay)
-        if is_schedule or not decays:
-            self.inner_optimizer.learning_rate = value
-            self.bind_schedules()
-        else:
-            value = float(tf.convert_to_tensor(value))
-            self.plan.rate.assign(check_range("learning_rate", value, 0))
+        if decays and not callable(value):
+            if hasattr(value, "numpy"):
+                value = float(value.numpy())
+            self.plan.set_rate.assign(check_range("learning_rate", value, 0))
+            return
+        self.inner_optimizer.learning_rate = value
+        self.plan.set_rate.assign(-1.0)
+        self.bind_schedules()
 
     def bind_schedules(self) -> None:
-        """Let each `FitDecay` follow the plan of this optimizer."""
+        """Let a copy of each `FitDecay` follow the plan of this optimizer.
+
+        A copy, because several optimizers may have been given one schedule.
+        """
         for optimizer in self._optimizers:
             rate = rate_of(optimizer)
             if isinstance(rate, FitDecay):
+                rate = type(rate).from_config(rate.get_config())
                 rate.follow(self.plan, optimizer is self.inner_optimizer)
+                optimizer.learning_rate = rate
 
     @property
     def num_updates(self) -> int:
@@ -73,10 +76,13 @@ class ScheduledOptimizer(AveragingOptimizer):
         if not isinstance(rate_of(self.inner_optimizer), FitDecay):
             return []
         end, rate = self.plan.end, f"{float(self.learning_rate):.4g}"
-        if float(self.plan.rate.numpy()) >= 0:
+        if float(self.plan.set_rate.numpy()) >= 0:
             return [f"Learning rate: {rate}, set during training."]
         if end is None:
-            return [f"Learning rate: {rate}, constant: no length known."]
+            return [
+                f"Learning rate: {rate}, constant: no length known. It falls "
+                "to 0 over a `fit` of known length."
+            ]
         start = int(self.plan.start.numpy())
         return [
             f"Learning rate: {rate}, falls linearly to 0 from update "

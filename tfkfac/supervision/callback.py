@@ -58,6 +58,8 @@ class Supervision(keras.callbacks.Callback):
         self._batches = 0
         # Number of updates before the first epoch, if the length is unknown.
         self._first_update: int | None = None
+        # End of the plan before other callbacks may load a backup.
+        self._end_before: int | None = None
         self._events_before: collections.Counter[tuple[str, int]]
         self._events: collections.Counter[str] = collections.Counter()
 
@@ -70,6 +72,7 @@ class Supervision(keras.callbacks.Callback):
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
+        self._end_before = self._optimizer.plan.end
         strategy = self.model.distribute_strategy
         self._stall_detector = find_detector(strategy)
         self._is_alone = find_topology(strategy).processes == 1
@@ -101,7 +104,9 @@ class Supervision(keras.callbacks.Callback):
             updates = self._optimizer.num_updates - self._first_update
             epochs = self.params["epochs"] - epoch - 1
             self._optimizer.plan.begin(
-                self._optimizer.num_updates, epochs * updates
+                self._optimizer.num_updates,
+                epochs * updates,
+                self.params["epochs"],
             )
             self._first_update = None
         self._count_events()
@@ -159,17 +164,22 @@ class Supervision(keras.callbacks.Callback):
         than an epoch: a backup may be from the middle of an epoch.
         """
         plan, now = self._optimizer.plan, self._optimizer.num_updates
+        end, plan_epochs = plan.end, int(plan.epochs.numpy())
+        is_loaded = epoch > 0 or end != self._end_before
+        plan.in_fit.assign(1)
         if steps is None:
-            if plan.end is None or epoch == 0:
-                plan.begin(now, 0)
+            is_resumed = is_loaded and plan_epochs == epochs
+            if not (is_resumed and end is not None and now < end):
+                plan.begin(now, 0, epochs)
                 self._first_update = now
             return
         # FOSI and GaussNewton do not accumulate gradients.
         batches = getattr(self._optimizer, "gradient_accumulation_steps", None)
-        updates = math.ceil(steps / (batches or 1))
-        length = (epochs - epoch) * updates
-        if plan.end is None or abs(plan.end - now - length) >= updates:
-            plan.begin(now, max(length, 0))
+        batches = batches or 1
+        length = max((epochs - epoch) * steps // batches, 1)
+        difference = abs((end or 0) - now - length)
+        if not is_loaded or difference >= math.ceil(steps / batches):
+            plan.begin(now, length, epochs)
 
     def _start_run(self) -> None:
         """Set the run length of the method; check that all workers agree."""

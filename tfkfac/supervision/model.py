@@ -120,7 +120,7 @@ def _supervise(
             stall_detector = find_detector(strategy)
             if stall_detector is not None:
                 stack.enter_context(stall_detector.training())
-            stack.callback(optimizer.plan.begin, 0, 0)  # reset rates to peak
+            stack.callback(optimizer.plan.end_fit)
             for callback in callbacks:
                 if isinstance(callback, contextlib.AbstractContextManager):
                     stack.enter_context(callback)
