@@ -162,8 +162,7 @@ def restart(case: Training, path: str) -> None:
         "directions", "estimations", "failures", "inner_momentum",
         "largest_rate", "last_estimation", "momentum", "ritz_values",
         "run_epochs", "run_length", "run_start", "set_learning_rate",
-        "skipped_steps",
-        "square", "version", "warmup",
+        "skipped_steps", "square", "version", "warmup",
     }  # fmt: skip
 
 

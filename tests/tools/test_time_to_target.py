@@ -74,10 +74,13 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
     return trained
 
 
+NATURAL = "kfac:step=natural"
+
+
 def test_settings_are_searched_and_the_best_is_measured(
     trained: Trained, tmp_path: pathlib.Path
 ) -> None:
-    words = ["--problem", "cnn", "--method", "muon", "kfac"]
+    words = ["--problem", "cnn", "--method", "muon", NATURAL]
     words += ["--search-size", "small", "--seeds", "0", "1"]
     assert (
         time_to_target.main([*words, "--json", str(tmp_path / "s.json")]) == 0
@@ -95,17 +98,35 @@ def test_settings_are_searched_and_the_best_is_measured(
     muons = [run for run in full if run.method == "muon"]
     assert [run.rate for run in muons] == [4e-3, 2e-3, 8e-3, 1e-3, 5e-4]
     assert {run.batch for run in muons} == {250}
-    kfacs = {(r.share, r.batch) for r in full if r.method == "kfac"}
+    kfacs = {(r.share, r.batch) for r in full if r.method == NATURAL}
     assert len(kfacs) == len(full) - len(muons) == 6
     finals = runs[len(search) :]
     assert {(run.method, run.seed) for run in finals} == {
-        (method, seed) for method in ("muon", "kfac") for seed in (0, 1)
+        (method, seed) for method in ("muon", NATURAL) for seed in (0, 1)
     }
     for run in finals:
         assert (run.phase, run.size) == ("final", "full")
         muon = run.method == "muon"
         assert (run.batch, run.decay) == (250 if muon else 125, 0.05)
         assert run.rate == (1e-3 if muon else None)
+
+
+def test_defaults_are_measured_with_adams_batch(
+    trained: Trained, tmp_path: pathlib.Path
+) -> None:
+    """`KFAC()` in all and in half of Adam's epochs; nothing is searched."""
+    methods = "kfac", "kfac:epochs=0.5"
+    words = ["--problem", "cnn", "--size", "small", "--seeds", "0", "1"]
+    words += ["--method", "adam", *methods]
+    words += ["--json", str(tmp_path / "s.json")]
+    assert time_to_target.main(words) == 0
+    runs = [run for run in trained.taken() if run.method in methods]
+    found = {(r.method, r.phase, r.batch, r.decay, r.share) for r in runs}
+    assert found == {
+        (method, phase, 250, 0.0, share)
+        for method, share in zip(methods, (1.0, 0.5), strict=True)
+        for phase in ("search", "final")
+    }
 
 
 def test_the_rest_has_adams_best_rate(
