@@ -87,9 +87,10 @@ class KFAC(SecondOrderOptimizer):
             without a block, which `summary` lists. "inner" leaves them to the
             inner optimizer, as the papers do; spectral steps do not allow it.
             None is Adam. Its learning rate is 0.01 times that of spectral
-            steps. With natural-gradient steps it is 0.001 at first, and
-            proportional to that of the inner optimizer. None and a name take
-            over `use_ema`, `ema_momentum` and `ema_overwrite_frequency` of
+            steps. With natural-gradient steps it is 0.001 beside a constant
+            rate, 0.01 times the schedule of an SGD, or equal to the schedule
+            of another inner optimizer, and follows its changes. None and a
+            name take over `use_ema`, `ema_momentum` and `ema_overwrite_frequency` of
             the inner optimizer. Defaults to None.
         step: "natural" preconditions the gradient, limits its length by
             `kl_clip` and passes it to the inner optimizer. "spectral"
