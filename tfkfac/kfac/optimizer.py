@@ -90,8 +90,8 @@ class KFAC(SecondOrderOptimizer):
             steps. With natural-gradient steps it is 0.001 beside a constant
             rate, 0.01 times the schedule of an SGD, or equal to the schedule
             of another inner optimizer, and follows its changes. None and a
-            name take over `use_ema`, `ema_momentum` and `ema_overwrite_frequency` of
-            the inner optimizer. Defaults to None.
+            name take over `use_ema`, `ema_momentum` and
+            `ema_overwrite_frequency` of the inner optimizer. Defaults to None.
         step: "natural" preconditions the gradient, limits its length by
             `kl_clip` and passes it to the inner optimizer. "spectral"
             orthogonalises the momentum of the preconditioned gradient. None
