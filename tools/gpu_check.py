@@ -45,8 +45,11 @@ OFTEN = {"factor_update_interval": 1, "inverse_update_interval": 3}
 # Optimizers by class and arguments. FOSI's 37 Lanczos steps are all dimensions,
 # so that its directions do not depend on the random start.
 OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "kfac inverse": ("KFAC", OFTEN),
-    "kfac eigen": ("KFAC", OFTEN | {"solver": "eigen"}),
+    "kfac inverse": ("KFAC", OFTEN | {"learning_rate": 0.1}),
+    "kfac eigen": (
+        "KFAC",
+        OFTEN | {"learning_rate": 0.1, "solver": "eigen"},
+    ),
     "kfac spectral": ("KFAC", OFTEN | {"step": "spectral"}),
     "fosi": (
         "FOSI",
