@@ -40,8 +40,7 @@ def test_snippets_of_the_guide(tmp_path: pathlib.Path) -> None:
     [*_, loop] = snippets(GUIDE / "training.md")
     script = [
         first,
-        tuned.replace("epochs, batch_size = 6", "epochs, batch_size = 1"),
-        "schedule = rate",
+        tuned.replace("epochs=6", "epochs=1"),
         spectral,
         "model.compile(optimizer, loss)\nmodel.fit(x, y, batch_size=250)",
         "import tensorflow as tf",
