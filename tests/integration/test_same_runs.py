@@ -120,6 +120,7 @@ OPTIMIZERS: dict[str, Case] = {
     "GaussNewton": Case(lambda: tfkfac.GaussNewton(), policy="float64"),
     "spectral": Case(
         lambda: KFAC(
+            PolynomialDecay(1.0, 12),
             step="spectral",
             rest_optimizer=Adam(PolynomialDecay(0.01, 12)),
             skip_layers=["logits"],
