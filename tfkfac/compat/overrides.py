@@ -37,7 +37,7 @@ _lock = threading.RLock()
 
 @dataclasses.dataclass(eq=False)
 class Override:
-    """One override of an attribute; `thread` is None for all threads."""
+    """Override of an attribute; `thread` is None for all threads."""
 
     stack: "_Stack"
     wrapper: Wrapper

@@ -95,7 +95,7 @@ class _Matrices(Factor, abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Dense(_Matrices):
-    """One dense matrix.
+    """Dense matrix.
 
     Attributes:
         size: Number of rows of the matrix.

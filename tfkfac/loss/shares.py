@@ -64,14 +64,14 @@ def measure_loss(
         is_weighed: True if the loss is multiplied by its share before its
             gradient is computed.
     """
-    one = tf.constant(1, tf.float64)
     if not terms:
+        unit = tf.constant(1, tf.float64)
         scale = replicas / group.size
-        share = None if scale == 1 else scale * one
+        share = None if scale == 1 else scale * unit
         return LossMeasure(
             None,
-            replicas * one,
-            one,
+            replicas * unit,
+            unit,
             tf.constant(False),
             None,
             share,
@@ -142,12 +142,12 @@ def _measure_one(
         loss = dataclasses.replace(
             loss, count=count, unit=loss.unit * verdict.unit, verdict=verdict
         )
-    local, one = replicas * loss.count, tf.ones_like(total)
+    local, ones = replicas * loss.count, tf.ones_like(total)
     scale = total if is_weighed else local
     share = tf.math.divide_no_nan(local, total)
     term_unit = unit
     if loss.summed:
-        scale, unit, share = one, unit * total, one
+        scale, unit, share = ones, unit * total, ones
     if spread is not None:
         # Use the effective number of terms T = (sum w)^2 / sum w^2 in
         # G = T sum c c^T: then G does not change if all weights w double.

@@ -193,5 +193,6 @@ class Supervision(keras.callbacks.Callback):
                 "epoch": epoch,
                 "epochs": epochs,
                 "steps per epoch": steps,
+                "updates at the end of the decay": self._optimizer.plan.end,
             }
             comparison.compare_beginnings(self._optimizer, run)

@@ -214,12 +214,12 @@ def as_errors() -> Iterator[None]:
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        if found := _TEXT.search(error.message):
-            raise ValueError(found[1].replace('\\"', '"')) from error
-        if found := _LABEL.search(error.message):
+        if match := _TEXT.search(error.message):
+            raise ValueError(match[1].replace('\\"', '"')) from error
+        if match := _LABEL.search(error.message):
             raise ValueError(
                 "Labels of a sparse cross-entropy must be classes in "
-                f"{found[2]}, one for each output of the model. "
-                f"Received: a label {found[1]}"
+                f"{match[2]}, one for each output of the model. "
+                f"Received: a label {match[1]}"
             ) from None
         raise

@@ -1,4 +1,4 @@
-"""One training step of one replica."""
+"""Training step of a replica."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ class Update(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Step:
-    """One training step of one replica, in one trace.
+    """Training step of a replica, in one trace.
 
     Attributes:
         job: The job.
