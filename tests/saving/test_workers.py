@@ -216,16 +216,17 @@ def backup(case: Training, directory: str) -> None:
         callback = ChiefBackup(folder)
         train(resumed, case, begin, END, callback, first_epoch=0)
         assert not differences(everything(resumed), want)
-    epochs, callbacks, weights = refusals(case, resumed, directory)
+    epochs, callbacks, plan, weights = refusals(case, resumed, directory)
     assert "epoch: 9 on worker 0, 10 on worker 1" in epochs
     assert "'ChiefBackup'" in callbacks
+    assert "updates of the learning rate's decay:" in plan
     assert "digest of the weights:" in weights
     assert "epoch:" not in weights
     assert not files_in(directory) + files_in(killed)
 
 
 def refusals(case: Training, model: Any, directory: str) -> list[str]:
-    """Return errors for another epoch, callback or weight on a worker."""
+    """Return errors for another epoch, callback, plan or weight on a worker."""
     (rank,) = local_ranks()
     errors = []
 
@@ -237,6 +238,14 @@ def refusals(case: Training, model: Any, directory: str) -> list[str]:
 
     begin(END + rank)
     begin(END, *[ChiefBackup(directory)] * rank)
+
+    def load_plan(logs: Any) -> None:
+        """Restore, on worker 1 alone, a run with the same end."""
+        if rank == 1:
+            end = model.optimizer.num_updates + 2
+            model.optimizer.plan.begin(0, end, END + 2)
+
+    begin(END, keras.callbacks.LambdaCallback(on_train_begin=load_plan))
     variable = model.trainable_variables[0].value
     (local,) = strategy().experimental_local_results(variable)
     local.assign_add(tf.fill(local.shape, tf.cast(rank * 1e-12, local.dtype)))

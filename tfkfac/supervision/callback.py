@@ -160,15 +160,15 @@ class Supervision(keras.callbacks.Callback):
     def _plan_run(self, epoch: int, epochs: int, steps: int | None) -> None:
         """Begin the plan of `FitDecay`, unless a backup contained the plan.
 
-        A loaded plan belongs to this run if the planned ends differ by less
-        than an epoch: a backup may be from the middle of an epoch.
+        A loaded plan belongs to this run if it is of as many epochs, and if the
+        ends differ by at most an epoch: Keras repeats the epoch of a backup.
         """
         plan, now = self._optimizer.plan, self._optimizer.num_updates
-        end, plan_epochs = plan.end, int(plan.epochs.numpy())
+        end = plan.end
         is_loaded = epoch > 0 or end != self._end_before
+        is_resumed = is_loaded and int(plan.epochs.numpy()) == epochs
         plan.in_fit.assign(1)
         if steps is None:
-            is_resumed = is_loaded and plan_epochs == epochs
             if not (is_resumed and end is not None and now < end):
                 plan.begin(now, 0, epochs)
                 self._first_update = now
@@ -178,7 +178,7 @@ class Supervision(keras.callbacks.Callback):
         batches = batches or 1
         length = max((epochs - epoch) * steps // batches, 1)
         difference = abs((end or 0) - now - length)
-        if not is_loaded or difference >= math.ceil(steps / batches):
+        if not is_resumed or difference > math.ceil(steps / batches):
             plan.begin(now, length, epochs)
 
     def _start_run(self) -> None:
@@ -188,11 +188,15 @@ class Supervision(keras.callbacks.Callback):
         total = None if steps is None else epochs * steps
         self._optimizer.method.set_run_length(total)
         self._plan_run(epoch, epochs, steps)
+        plan = self._optimizer.plan
         if not self._is_alone:
             run = {
                 "epoch": epoch,
                 "epochs": epochs,
                 "steps per epoch": steps,
-                "updates at the end of the decay": self._optimizer.plan.end,
+                "updates of the learning rate's decay": [
+                    int(plan.start.numpy()),
+                    plan.end,
+                ],
             }
             comparison.compare_beginnings(self._optimizer, run)
