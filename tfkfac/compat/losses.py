@@ -216,6 +216,11 @@ def loss_function(loss: keras.losses.Loss) -> Callable[..., Any] | None:
     return getattr(loss, "fn", None)
 
 
+def is_divergence(loss: keras.losses.Loss) -> bool:
+    """Return True for the Kullback-Leibler divergence."""
+    return loss_function(loss) is keras.losses.kl_divergence
+
+
 def is_of_keras(loss: keras.losses.Loss) -> bool:
     """True if Keras, not the user, defines the function or class of a loss.
 

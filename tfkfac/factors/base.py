@@ -98,6 +98,17 @@ class MatrixPart(Part):
 
 
 @dataclasses.dataclass(frozen=True)
+class TrianglePart(MatrixPart):
+    """Spec of upper triangular matrices `(..., n, n)`."""
+
+    symmetric: bool = True  # for `pack`, which takes the upper triangle
+
+    @override
+    def unpack(self, packed: tf.Tensor) -> tf.Tensor:
+        return tf.linalg.band_part(super().unpack(packed), 0, -1)
+
+
+@dataclasses.dataclass(frozen=True)
 class Wire:
     """Format of tensors that are sent between workers."""
 
@@ -136,8 +147,9 @@ class Factor(abc.ABC):
     A `Factor` holds no tensor; its methods take the stored tensor as `value`.
 
     A decomposition is a dict of tensors by suffix; the main tensor has the
-    empty suffix. `solver="inverse"` uses `inverse` and `multiply`,
-    `solver="eigen"` uses `eigen` and `rotate`.
+    empty suffix. `solver="inverse"` uses `inverse` and `multiply`, in spectral
+    steps `root` and `multiply_root`; `solver="eigen"` uses `eigen` and
+    `rotate`.
 
     Attributes:
         size: Number of rows of the matrix.
@@ -258,6 +270,29 @@ class Factor(abc.ABC):
                 number of rows.
             side: Side of the gradient on which the inverse is multiplied.
         """
+
+    @abc.abstractmethod
+    def root_parts(self) -> dict[str, Part]:
+        """Specs of the tensors that `root` returns, by suffix."""
+
+    @abc.abstractmethod
+    def root(
+        self, value: tf.Tensor, damping: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
+        """Compute R with `R R^T = (F + damping I)^-1`; as `inverse`."""
+
+    def multiply_root(
+        self, root: Tensors, matrix: tf.Tensor, side: Side, back: bool = False
+    ) -> tf.Tensor:
+        """Multiply a gradient matrix W by R.
+
+        Args:
+            root: The result of `for_products`.
+            matrix: As in `multiply`.
+            side: "left" for `R^T W`, "right" for `W R`.
+            back: True for `R W` and `W R^T`. Defaults to False.
+        """
+        return self.multiply(root, matrix, side)  # if R is symmetric
 
     # -------------------------------------------------------- solver="eigen"
     @abc.abstractmethod

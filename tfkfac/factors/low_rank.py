@@ -212,6 +212,16 @@ class LowRank(Factor):
     def _inverse(
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
+        V, scale = self._correction(value, damping)
+        return {
+            "": tf.cast(V, value.dtype),
+            _SCALE: tf.cast(scale, value.dtype),
+        }
+
+    def _correction(
+        self, value: tf.Tensor, damping: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return `V` and `c` of the inverse in float64."""
         half, rest = self._split(value)
         trace = self.size * self.mean_eigenvalue(value)
         floor = tf.cast(4 * rounding(value.dtype) * trace, half.dtype)
@@ -225,10 +235,31 @@ class LowRank(Factor):
         root = tf.linalg.cholesky(core)
         transposed = tf.linalg.matrix_transpose(half)
         correction = tf.linalg.triangular_solve(root, transposed)
-        return {
-            "": tf.cast(tf.linalg.matrix_transpose(correction), value.dtype),
-            _SCALE: tf.cast(1 / shift, value.dtype),
-        }
+        return tf.linalg.matrix_transpose(correction), 1 / shift
+
+    @override
+    def root_parts(self) -> dict[str, Part]:
+        return self.inverse_parts()
+
+    @override
+    def root(
+        self, value: tf.Tensor, damping: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
+        """Compute `V` and `c` of the symmetric root `c (I - V V^T)`."""
+        return shared_call(("sketch's root", self), self._root, value, damping)
+
+    def _root(
+        self, value: tf.Tensor, damping: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
+        # The inverse is `c (I - V V^T)`. With `V^T V = E e E^T`, its root is
+        # `sqrt(c) (I - V' V'^T)`, `V' = V E sqrt((1 - sqrt(1 - e)) / e)`.
+        V, scale = self._correction(value, damping)
+        e, E = eigh(tf.matmul(V, V, transpose_a=True))
+        # (1 - sqrt(1 - e)) / e = 1 / (1 + sqrt(1 - e)), without cancellation.
+        lengths = tf.math.rsqrt(1 + tf.sqrt(tf.maximum(1 - e, 0)))
+        V = tf.matmul(V, E) * lengths[..., None, :]
+        parts = {"": V, _SCALE: tf.sqrt(scale)}
+        return {key: tf.cast(x, value.dtype) for key, x in parts.items()}
 
     @override
     def multiply(

@@ -3,13 +3,28 @@
 import abc
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.compat.functions import shared_call
-from tfkfac.factors.base import VALUES, Factor, MatrixPart, Part, Side, Tensors
-from tfkfac.linalg.symmetric import LARGE, damped_inverse, eigh, mean_eigenvalue
+from tfkfac.factors.base import (
+    VALUES,
+    Factor,
+    MatrixPart,
+    Part,
+    Side,
+    Tensors,
+    TrianglePart,
+)
+from tfkfac.linalg.symmetric import (
+    LARGE,
+    damped_inverse,
+    damped_inverse_root,
+    eigh,
+    mean_eigenvalue,
+)
 from tfkfac.linalg.tensors import rounding
 
 
@@ -46,16 +61,25 @@ class _Matrices(Factor, abc.ABC):
     def inverse(
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
+        return self._decompose(damped_inverse, value, damping)
+
+    def _decompose(
+        self,
+        decompose: Callable[..., tf.Tensor],
+        value: tf.Tensor,
+        damping: tf.Tensor,
+    ) -> dict[str, tf.Tensor]:
+        """Call a function of the matrices and the damping."""
         large = self.size >= LARGE  # Sizes are dynamic in the traced function.
-        inverse = shared_call(
-            ("damped inverse", large),
-            functools.partial(damped_inverse, large=large),
+        result = shared_call(
+            (decompose, large),
+            functools.partial(decompose, large=large),
             value,
             damping,
             any_size=True,
         )
-        inverse.set_shape(value.shape)
-        return {"": inverse}
+        result.set_shape(value.shape)
+        return {"": result}
 
     @override
     def for_products(self, inverse: Tensors, dtype: tf.DType) -> Tensors:
@@ -69,6 +93,27 @@ class _Matrices(Factor, abc.ABC):
         if side == "right":
             left, right = right, left
         return tf.cast(tf.matmul(left, right), matrix.dtype)
+
+    @override
+    def root_parts(self) -> dict[str, Part]:
+        return {"": TrianglePart(self._shape)}
+
+    @override
+    def root(
+        self, value: tf.Tensor, damping: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
+        return self._decompose(damped_inverse_root, value, damping)
+
+    @override
+    def multiply_root(
+        self, root: Tensors, matrix: tf.Tensor, side: Side, back: bool = False
+    ) -> tf.Tensor:
+        R, W = root[""], tf.cast(matrix, root[""].dtype)
+        if side == "left":
+            product = tf.matmul(R, W, transpose_a=not back)
+        else:
+            product = tf.matmul(W, R, transpose_b=back)
+        return tf.cast(product, matrix.dtype)
 
     @override
     def eigen_parts(self) -> dict[str, Part]:
@@ -192,6 +237,16 @@ class Diagonal(Factor):
         # For a zero diagonal and damping 0, return the identity.
         shift = tf.where(shift > 0, shift, tf.ones_like(shift))
         return {"": 1 / (value + shift)}
+
+    @override
+    def root_parts(self) -> dict[str, Part]:
+        return self.inverse_parts()
+
+    @override
+    def root(
+        self, value: tf.Tensor, damping: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
+        return {"": tf.sqrt(self.inverse(value, damping)[""])}
 
     @override
     def multiply(

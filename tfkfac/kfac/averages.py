@@ -181,7 +181,7 @@ class Decomposition(Slots, Member):
         self, solver: Solver, block: Block, dtype: tf.DType | None = None
     ) -> None:
         super().__init__(
-            "decomposition", spread=Spread.OWNED, section=solver.name
+            "decomposition", spread=Spread.OWNED, section=solver.section
         )
         self.solver = solver
         self._block = block
@@ -220,28 +220,37 @@ class Decomposition(Slots, Member):
             old.assign(select(accepted, stored[name], old))
         return finite
 
-    def apply(self, gradient: LayerGradient) -> LayerGradient:
-        """Precondition the gradient of the block."""
+    def _parts(self) -> Tensors:
         tensors: Tensors = dict(zip(self.names, self.tensors, strict=True))
         # Solvers accept bfloat16 and cast where they need more precision.
         if self._dtype != tf.bfloat16:
             dtype = self._block.dtype
             tensors = {k: tf.cast(v, dtype) for k, v in tensors.items()}
-        return self.solver.apply(self._block.factors, tensors, gradient)
+        return tensors
+
+    def apply(self, gradient: LayerGradient) -> LayerGradient:
+        """Precondition the gradient of the block, see `Solver.apply`."""
+        return self.solver.apply(self._block.factors, self._parts(), gradient)
+
+    @shared
+    def apply_back(self, matrix: tf.Tensor) -> tf.Tensor:
+        """Multiply a direction by R, see `Solver.apply_back`."""
+        factors = self._block.factors
+        return self.solver.apply_back(factors, self._parts(), matrix)
 
     @shared
     def precondition(
         self, matrix: tf.Tensor, scale: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the gradient `W = scale * matrix`, and `A^-1 W G^-1`."""
+        """Return the gradient `W = scale * matrix`, and `apply(W)`."""
         plain = MatrixGradient(matrix).scaled(scale)
         return plain.value, self.apply(plain).matrix
 
     @shared
-    def precondition_momentum(self, momentum: "Momentum") -> tf.Tensor:
-        """Recompute the preconditioned momentum after an inverse update."""
+    def whiten_momentum(self, momentum: "Momentum") -> tf.Tensor:
+        """Recompute the whitened momentum after an inverse update."""
         plain = MatrixGradient(tf.convert_to_tensor(momentum.value))
-        momentum.preconditioned.assign(self.apply(plain).matrix)
+        momentum.whitened.assign(self.apply(plain).matrix)
         return tf.constant(0)
 
 
@@ -249,17 +258,17 @@ class Momentum(Slots, Member):
     """Nesterov momentum of the gradient matrix of one block.
 
     `M_t = mu M_{t-1} + W_t` with `M_0 = 0`. The variables hold `mu M` and
-    `mu A^-1 M G^-1`. Between inverse updates, `A^-1 M G^-1` is a sum of
-    `A^-1 W G^-1`, which is cheap for batches with few rows.
+    `mu R_A^T M R_G`. Between inverse updates, `R_A^T M R_G` is a sum of
+    `R_A^T W R_G`, which is cheap for batches with few rows.
     """
 
-    held = ("value", "preconditioned")
+    held = ("value", "whitened")
 
     def __init__(self, block: Block) -> None:
         super().__init__("momentum", spread=Spread.OWNED, section=SPECTRAL)
         shape, dtype = block.gradient_shape, block.dtype
         self.value = self.slot("momentum", shape, dtype)
-        self.preconditioned = self.slot("preconditioned_momentum", shape, dtype)
+        self.whitened = self.slot("whitened_momentum", shape, dtype)
 
     @property
     @override
@@ -268,27 +277,32 @@ class Momentum(Slots, Member):
 
     @shared
     def add(
-        self, matrix: tf.Tensor, preconditioned: tf.Tensor, decay: float
+        self, matrix: tf.Tensor, whitened: tf.Tensor, decay: float
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Update the momentum with W and `A^-1 W G^-1`.
+        """Update the momentum with W and `R_A^T W R_G`.
 
         Returns:
-            `N_t = W_t + mu M_t` and `P_t = A^-1 N_t G^-1`. P is set to zero in
-            rows where N is zero, and in columns where N is below rounding
-            error: an orthogonalisation would scale them to full length.
+            `N_t = W_t + mu M_t` and `X_t = R_A^T N_t R_G`.
         """
         N = _nesterov(self.value, matrix, decay)
-        P = _nesterov(self.preconditioned, preconditioned, decay)
-        sizes = tf.abs(N)
-        rows, columns = (
-            tf.reduce_max(sizes, axis, keepdims=True) for axis in (-1, -2)
-        )
-        least = rounding(N.dtype) * tf.reduce_max(rows, -2, keepdims=True)
-        # Keep the rows of P where N has only rounding noise (a bias before a
-        # normalisation): A mixes other rows of N into these rows of P.
-        P *= tf.cast(rows > 0, P.dtype)
-        P *= tf.cast(columns > least, P.dtype)
-        return N, P
+        return N, _nesterov(self.whitened, whitened, decay)
+
+
+def clear_unused(direction: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
+    """Set a direction to zero where its gradient is zero.
+
+    These are the rows where the gradient is zero and the columns where it is
+    below the rounding error: orthogonalisation makes them long. Rows with
+    only rounding errors (a bias before a normalisation) are kept: A mixes
+    other rows of the gradient into them.
+    """
+    sizes = tf.abs(gradient)
+    rows, columns = (
+        tf.reduce_max(sizes, axis, keepdims=True) for axis in (-1, -2)
+    )
+    least = rounding(gradient.dtype) * tf.reduce_max(rows, -2, keepdims=True)
+    used = (rows > 0) & (columns > least)
+    return direction * tf.cast(used, direction.dtype)
 
 
 def _nesterov(momentum: tf.Variable, new: tf.Tensor, decay: float) -> tf.Tensor:

@@ -9,7 +9,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks.registry import build_registry, tap_layers
-from tfkfac.capture.model_taps import PullbackTap
+from tfkfac.capture.model_taps import ForwardTap, PullbackTap
 from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import Tracked
 from tfkfac.distributed.collectives import gradient_bytes
@@ -25,6 +25,7 @@ from tfkfac.kfac.active import (
     observed,
 )
 from tfkfac.kfac.averages import Pending
+from tfkfac.kfac.length import Batch
 from tfkfac.kfac.natural import Natural, count_invalid
 from tfkfac.kfac.placement import (
     FACTORS,
@@ -88,22 +89,24 @@ class KFACMethod(Method):
             warning = report.unseen_loss_warning(self.job, rule.without_loss)
             self._advice.give(self.job, warning)
         statistics = self.statistics(layers, step)
+        batch = self._rule.read(step)
         if state.pending is None:
-            self.update(layers, step, statistics)
+            self.update(layers, step, statistics, batch)
         else:
-            self.accumulate(layers, step, state.pending, statistics)
+            self.accumulate(layers, step, state.pending, statistics, batch)
 
     def update(
         self,
         layers: Sequence[ActiveBlock],
         step: Step,
         statistics: Callable[[], Statistics],
+        batch: Batch | None,
     ) -> None:
         """Update the weights; the gradients are not yet reduced."""
         state, rule = self.job.local_state(self.states), self._rule
         damping = rule.damping.at(self.job.clock)
         # Reduce: all-reduce the gradients and the requests for new inverses.
-        requested, loss = self.reduce(step)
+        requested, sums = self.reduce(step, batch)
         step.check_finite()
         # Factors: all-reduce the statistics, update the running averages.
         self.update_factors(layers, step, statistics)
@@ -135,7 +138,9 @@ class KFACMethod(Method):
             count_invalid(state.counters, preconditioned)
             # Clip the preconditioned gradients.
             return Update(
-                rule.gradients(preconditioned, step, state, damping, loss)
+                rule.gradients(
+                    preconditioned, step, state, damping, batch, sums
+                )
             )
 
         # Apply: the inner optimizer updates the weights.
@@ -160,7 +165,9 @@ class KFACMethod(Method):
             self.settings.factor_batch_fraction,
         )
 
-    def reduce(self, step: Step) -> tuple[tf.Tensor, tf.Tensor]:
+    def reduce(
+        self, step: Step, batch: Batch | None
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """All-reduce the gradients, and requests for inverses in one message.
 
         A gradient worker cannot compute the inverse of another worker's block.
@@ -168,19 +175,18 @@ class KFACMethod(Method):
 
         Returns:
             A bool for each block, True to recompute its inverse in this step,
-            and the mean loss of all replicas, 0 if the step does not need it.
+            and the sums of the scalars of the step rule.
         """
         counters = self.job.local_state(self.states).counters
         requested = tf.equal(counters.decomposed, 0)
         first = next((g for g in step.gradients if g is not None), None)
         dtype = tf.float32 if first is None else first.dtype
-        losses = [step.weighted_loss()] if self._rule.needs_loss else []
-        extra = [tf.cast(value, dtype) for value in (requested, *losses)]
-        sums = step.reduce(*extra)
-        loss = sums[-1] if losses else tf.zeros([])
+        scalars = self._rule.scalars(step, batch)
+        extra = [tf.cast(value, dtype) for value in (requested, *scalars)]
+        flags, *sums = step.reduce(*extra)
         if self.placement.plan.shares_clocks:
-            requested = sums[0] > 0
-        return requested, tf.cast(loss, tf.float64)
+            requested = flags > 0
+        return requested, [tf.cast(x, tf.float64) for x in sums]
 
     def accumulate(
         self,
@@ -188,6 +194,7 @@ class KFACMethod(Method):
         step: Step,
         pending: Pending,
         statistics: Callable[[], Statistics],
+        batch: Batch | None,
     ) -> None:
         """Add a micro-batch; update the weights after the last one."""
         step.keep_finite(tf.convert_to_tensor(pending.loss))
@@ -202,7 +209,7 @@ class KFACMethod(Method):
 
         def complete() -> tf.Tensor:
             merged = pending.merged(step)
-            self.update(layers, merged, pending.statistics)
+            self.update(layers, merged, pending.statistics, batch)
             pending.reset()
             return tf.constant(0)
 
@@ -330,6 +337,8 @@ class KFACMethod(Method):
         tap_layers(job.model, self.settings.skip_layers, self, excluded)
         if self.settings.fisher != EMPIRICAL:
             PullbackTap.open(job.model)
+        if self._rule.summed_scalars:
+            ForwardTap.open(job.model)
 
     @property
     def placement(self) -> Placement:
@@ -344,7 +353,7 @@ class KFACMethod(Method):
             self._placement = Placement(
                 registry,
                 self.job.topology,
-                make_solver(self.settings.solver),
+                make_solver(self.settings.solver, self._rule.has_momenta),
                 self._distribution,
                 self._rule.extra_scalars,
             )
@@ -428,7 +437,7 @@ class KFACMethod(Method):
         weights = self.job.model.trainable_variables
         topology = self.job.topology
         size = gradient_bytes(weights, topology.hint)
-        # Each block's request for a decomposition, and the loss.
-        flags = len(self.placement.blocks) + self._rule.needs_loss
+        # Each block's request for a decomposition, and the rule's scalars.
+        flags = len(self.placement.blocks) + self._rule.summed_scalars
         size += flags * int(tf.as_dtype(weights[0].dtype).size)
         return self.placement.communication_bytes(topology.local[0], size)

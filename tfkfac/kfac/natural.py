@@ -15,6 +15,7 @@ from tfkfac.blocks.embedding import EmbeddingBlock, PositionEmbeddingBlock
 from tfkfac.compat.functions import shared_call, when
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.exchange import Exchange
+from tfkfac.kfac.length import Batch
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import (
     FIRST,
@@ -42,7 +43,7 @@ class Preconditioned(NamedTuple):
     gradient: LayerGradient
     """P; in spectral steps the direction D."""
     product: tf.Tensor
-    """`<P, W>`; in spectral steps the vector of `<D, N>` and `<P, N>`."""
+    """`<P, W>`; in spectral steps `|Q|^2`. The squared Fisher length of P."""
     valid: tf.Tensor
     """Scalar bool, False if P was invalid and is replaced by W."""
 
@@ -52,7 +53,7 @@ class Natural:
 
     Attributes:
         title: Suffix of the title of the summary.
-        needs_loss: True if `gradients` needs the loss.
+        summed_scalars: Number of scalars that `scalars` returns.
         without_loss: Sentence of the warning where the loss is unknown.
         has_momenta: True if blocks store momenta.
         extra_scalars: Number of scalars sent with each direction.
@@ -60,7 +61,7 @@ class Natural:
     """
 
     title = ""
-    needs_loss = False
+    summed_scalars = 0
     without_loss = (
         "If it is a sum, or a mean over tokens or pixels, steps are far too "
         "short or too long."
@@ -80,6 +81,14 @@ class Natural:
         self._clip = clip
 
     # ------------------------------------------------------------ the step
+    def read(self, step: Step) -> Batch | None:
+        """Return what `gradients` needs of the batch of a step."""
+        return None
+
+    def scalars(self, step: Step, batch: Batch | None) -> list[tf.Tensor]:
+        """Return numbers that are summed over the workers for `gradients`."""
+        return []
+
     def takes_rows(self, workers: int) -> bool:
         """True if gradients may be kept as rows with this number of workers."""
         return True
@@ -109,7 +118,8 @@ class Natural:
         step: Step,
         state: State,
         damping: tf.Tensor,
-        loss: tf.Tensor,
+        batch: Batch | None,
+        sums: Sequence[tf.Tensor],
     ) -> Gradients:
         """Return the gradients for the inner optimizer.
 
@@ -118,9 +128,9 @@ class Natural:
             step: The step; its gradients are used for uncovered weights.
             state: The state of this replica.
             damping: The damping, float64.
-            loss: The mean loss of all replicas; 0 if `needs_loss` is False.
+            batch: The result of `read`.
+            sums: The sums of `scalars`, float64.
         """
-        del loss
         if not directions:
             return step.gradients
         products = [direction.product for direction in directions]

@@ -1,30 +1,24 @@
-"""Spectral steps: along the orthogonalised momentum.
+"""Spectral steps: steepest descent in the operator norm of K-FAC's metric.
 
-For each block, with its gradient W as a matrix of inputs by outputs:
+For each block, with its gradient W as a matrix of inputs by outputs, and
+damped factors `A = L_A L_A^T`, `R_A = L_A^-T`, likewise for G:
 
     M = mu M + W,  N = W + mu M        Nesterov momentum
-    P = A^-1 N G^-1                    preconditioned
-    D = U V^T of P = U S V^T           polar factor of each block of columns
+    X = R_A^T N R_G                    whitened
+    Q = U V^T of X = U S V^T           polar factor of each block of columns
+    D = R_A Q R_G^T
 
-so that all directions of a block have the same length (Muon: Jordan et al.,
-2024). Polynomials of the singular values approximate the polar factor (Amsel
-et al., 2025). Vectors are divided by their norm. P is zero in the rows and
-columns where N is zero or below its rounding errors: weights without a
-gradient do not move.
+so that all directions of X have the same length (Muon, Jordan et al., 2024, is
+the case `A = G = I`). Polynomials of the singular values approximate the polar
+factor (Amsel et al., 2025). Vectors are divided by their norm. D is zero where
+N is zero: weights without a gradient do not move.
 
-All D together get the length for which the loss decreases, to first order, as
-much as along a natural-gradient step with the Fisher length
-
-    kappa s,   kappa = max(0.07, 0.02 sqrt(B), sqrt(0.005 L)),
-
-where B is the number of blocks, s the learning rate and L the negative
-log-likelihood of a term of the loss, 0 if it is not finite. By Cauchy and
-Schwarz, `<D, N> / sqrt(<P, N>)` is a lower bound of the Fisher length of D;
-`sqrt(damping) |D|` is another. The larger bound is used. If the loss is
-unknown, all D together get the root mean square 0.01 s.
+All D get the same root mean square, and one length, see `length.py`. If the
+loss is unknown, all D together get the root mean square 0.01 s at the learning
+rate s.
 """
 
-import math
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +28,9 @@ from typing_extensions import override
 from tfkfac.blocks import LayerGradient, MatrixGradient
 from tfkfac.compat.functions import shared_call, when
 from tfkfac.kfac.active import ActiveBlock
+from tfkfac.kfac.averages import clear_unused
 from tfkfac.kfac.exchange import Exchange
+from tfkfac.kfac.length import RMS, Batch
 from tfkfac.kfac.natural import (
     TABLES,
     Natural,
@@ -46,15 +42,15 @@ from tfkfac.kfac.natural import (
     scale_rows,
 )
 from tfkfac.kfac.placement import Placement
-from tfkfac.kfac.state import FIRST, Clip, State, StepReport
+from tfkfac.kfac.state import FIRST, State, StepReport
 from tfkfac.linalg.polar import polar_factors
-from tfkfac.linalg.tensors import all_finite, are_finite, select, stack_scalars
+from tfkfac.linalg.tensors import all_finite, are_finite, select
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
 
 # Default of mu. No study compares it with other values.
 _MOMENTUM = 0.9
-# Maximum number of columns of P that are orthogonalised together. Without this
+# Maximum number of columns of X that are orthogonalised together. Without this
 # limit: 0.95 times the final loss for 1.05 times the CPU seconds (geometric
 # means of seven tiny problems); on the VAE 1.6 times the CPU seconds.
 BLOCK = 32
@@ -63,24 +59,33 @@ BLOCK = 32
 ITERATIONS = 5
 # RMS of a step at the learning rate 1 if the loss is unknown. On six small
 # models 0.003 and 0.01 end below Adam(1e-3); 0.02 diverges on a denoiser.
-_RMS = 0.01
+_UNSEEN_RMS = 0.01
 
 
 class Spectral(Natural):
-    """Steps along the orthogonalised, preconditioned momentum."""
+    """Steps along the orthogonalised, whitened momentum."""
 
     title = ", spectral steps"
-    needs_loss = True
+    summed_scalars = 2  # L - H and n
     without_loss = (
-        f"Without the loss, spectral steps have the root mean square {_RMS} "
-        "times the learning rate; pass the loss through "
+        f"Without the loss, spectral steps have the root mean square "
+        f"{_UNSEEN_RMS} times the learning rate; pass the loss through "
         "`optimizer.scale_loss` under the tape."
     )
     has_momenta = True
-    extra_scalars = 2  # per block: <D, N> and <P, N>
+    extra_scalars = 1  # |Q|^2 of a block
     # Few examples use a row of an embedding table, but an orthogonalised step
     # would move all rows by the same length.
     excluded_blocks = TABLES
+
+    @override
+    def read(self, step: Step) -> Batch:
+        return Batch.of(step)
+
+    @override
+    def scalars(self, step: Step, batch: Batch | None) -> list[tf.Tensor]:
+        assert batch is not None
+        return [step.weighted_excess(), batch.labels]
 
     @override
     def takes_rows(self, workers: int) -> bool:
@@ -105,28 +110,38 @@ class Spectral(Natural):
         step: Step,
         state: State,
         damping: tf.Tensor,
-        loss: tf.Tensor,
+        batch: Batch | None,
+        sums: Sequence[tf.Tensor],
     ) -> Gradients:
         if not directions:
             return step.gradients
-        squares = [2 * direction.gradient.bound() for direction in directions]
+        assert batch is not None and state.length is not None
+        squares = [direction.product for direction in directions]
         if step.batch.value is None:
-            factor = rms_factor(directions, squares)
-            clip = Clip(factor, tf.constant(math.nan, tf.float64))
+            factor = tf.constant(_UNSEEN_RMS / RMS, tf.float64)
         else:
-            clip = spectral_length(
-                [direction.product for direction in directions],
+            curvature = None
+            if batch.curvature is not None:
+                one = tf.ones([], tf.float64)
+                nothing: Gradients = [None] * len(step.gradients)
+                curvature = functools.partial(
+                    batch.curvature, replace_gradients(directions, one, nothing)
+                )
+            excess, labels = sums
+            factor = state.length.rate(
                 squares,
-                tf.math.divide_no_nan(loss, step.loss.unit),
-                damping,
+                tf.math.divide_no_nan(excess, step.loss.unit),
+                labels,
+                curvature,
             )
         rate = tf.cast(step.job.inner_optimizer.learning_rate, tf.float64)
-        length = tf.square(rate) * clip.length
-        state.report.assign(length=length, damping=damping)
+        length = tf.square(rate * factor)
+        length *= tf.add_n([tf.cast(x, tf.float64) for x in squares])
+        state.report.assign(length=length, damping=damping, clip_factor=factor)
         layers, report = [x.layer for x in directions], state.report
         is_late = tf.equal(report.steps, FIRST)
         when(is_late, lambda: hint_at_inputs(layers, step, report))
-        return replace_gradients(directions, clip.factor, step.gradients)
+        return replace_gradients(directions, factor, step.gradients)
 
     @override
     def bytes(self, placement: Placement, rank: int) -> dict[str, int]:
@@ -142,7 +157,7 @@ def orthogonalize(
     """Compute the directions D.
 
     All workers have W. Workers with the decomposition of a block also have its
-    momentum, compute `P = A^-1 N G^-1` and D, and send D, `<D, N>`, `<P, N>`.
+    momentum, compute `X = R_A^T N R_G`, Q and D, and send D and `|Q|^2`.
     """
     if not layers:
         return []
@@ -152,24 +167,27 @@ def orthogonalize(
     pairs = zip(
         row_pairs(by_rows, step), matrix_pairs(others, step), strict=True
     )
-    plain, applied = ([*rows, *matrices] for rows, matrices in pairs)
+    plain, whitened = ([*rows, *matrices] for rows, matrices in pairs)
     local: list[tuple[ActiveBlock, tf.Tensor, tf.Tensor]] = []
-    for layer, W, P in zip(layers, plain, applied, strict=True):
-        if layer.state.momentum is not None and P is not None:
-            N, P = layer.state.momentum.add(W, P, momentum)
-            for matrix in (N, P):
+    for layer, W, X in zip(layers, plain, whitened, strict=True):
+        if layer.state.momentum is not None and X is not None:
+            N, X = layer.state.momentum.add(W, X, momentum)
+            for matrix in (N, X):
                 matrix.set_shape(layer.block.gradient_shape)
-            local.append((layer, N, P))
-    local_D = shared_call(
+            local.append((layer, N, X))
+    local_Q = shared_call(
         ("polar", BLOCK, ITERATIONS),
         lambda *matrices: polar_factors(matrices, BLOCK, ITERATIONS),
-        *(P for _, _, P in local),
+        *(X for _, _, X in local),
         placed=True,  # oneDNN kernels are faster for batched products
     )
     sent = {}
-    for (layer, N, P), D in zip(local, local_D, strict=True):
-        products = shared_call("products", _products, D, N, P, any_size=True)
-        sent[layer.position] = [D, products]
+    for (layer, N, _), Q in zip(local, local_Q, strict=True):
+        assert layer.state.decomposition is not None
+        D = layer.state.decomposition.apply_back(Q)
+        sent[layer.position] = list(
+            shared_call("size", _with_size, D, Q, N, any_size=True)
+        )
     places = [layer.position for layer in layers]
     shared = exchange.share_gradients(step.group, sent, places)
     return _check_directions(layers, plain, [shared[i] for i in places])
@@ -178,19 +196,34 @@ def orthogonalize(
 def row_pairs(
     layers: Sequence[ActiveBlock], step: Step
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Return W and `A^-1 W G^-1` of blocks with rows, as matrices."""
+    """Return W and `R_A^T W R_G` of blocks with rows, as matrices."""
 
     def matrices(layer: ActiveBlock, W: LayerGradient) -> tuple[Any, ...]:
         return layer.precondition(W), W.matrix
 
     rows = [scale_rows(layer, step) for layer in layers]
     results = apply_cheaper(matrices, layers, rows)
-    return [W for _, W in results], [P.matrix for P, _ in results]
+    return [W for _, W in results], [X.matrix for X, _ in results]
 
 
-def _products(D: tf.Tensor, N: tf.Tensor, P: tf.Tensor) -> tf.Tensor:
-    """Return the vector of `<D, N>` and `<P, N>`."""
-    return tf.stack([tf.reduce_sum(D * N), tf.reduce_sum(P * N)])
+def _with_size(
+    D: tf.Tensor, Q: tf.Tensor, N: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return D of the root mean square `RMS`, and the equally scaled `|Q|^2`.
+
+    `|Q|^2` is not finite if D is not.
+    """
+    D = clear_unused(D, N)
+    norm = tf.norm(D)
+    scale = tf.math.divide_no_nan(_unit_norm(D), norm)
+    square = tf.square(scale) * tf.reduce_sum(tf.square(Q))
+    # The scale of an infinite D is 0.
+    return D * scale, square + 0 * norm
+
+
+def _unit_norm(matrix: tf.Tensor) -> tf.Tensor:
+    """Return the norm of a matrix whose root mean square is `RMS`."""
+    return RMS * tf.sqrt(tf.cast(tf.size(matrix), matrix.dtype))
 
 
 def _check_directions(
@@ -198,9 +231,8 @@ def _check_directions(
     plain: Sequence[tf.Tensor],
     shared: Sequence[Sequence[tf.Tensor]],
 ) -> list[Preconditioned]:
-    """Replace invalid directions; `shared` has (D, products) per block."""
-    # `<D, N>` is finite only if D is finite.
-    valid = are_finite([products for _, products in shared])
+    """Replace invalid directions; `shared` has (D, `|Q|^2`) per block."""
+    valid = are_finite([square for _, square in shared])
     flags = tf.unstack(valid)
 
     def replace() -> list[list[tf.Tensor]]:
@@ -213,37 +245,29 @@ def _check_directions(
 
     results = tf.cond(tf.reduce_all(valid), lambda: shared, replace)
     directions = []
-    for layer, (D, products), flag in zip(layers, results, flags, strict=True):
+    for layer, (D, square), flag in zip(layers, results, flags, strict=True):
         D.set_shape(layer.block.gradient_shape)
-        gradient = MatrixGradient(D)
-        directions.append(Preconditioned(layer, gradient, products, flag))
+        directions.append(
+            Preconditioned(layer, MatrixGradient(D), square, flag)
+        )
     return directions
 
 
 def _replace_direction(
-    valid: tf.Tensor, plain: tf.Tensor, D: tf.Tensor, products: tf.Tensor
+    valid: tf.Tensor, plain: tf.Tensor, D: tf.Tensor, square: tf.Tensor
 ) -> list[tf.Tensor]:
-    """Return D and its products if valid, else `W / |W|` and its products.
+    """Return D and `|Q|^2` if valid, else those of W with identity factors.
 
-    For an identity Fisher matrix and `N = W`, these are `|W|` and `|W|^2`. All
-    are zero if `|W|^2` is not finite.
+    These are W of the same root mean square, and its squared norm; zero if the
+    norm of W is not finite.
     """
     norm = tf.norm(plain)
-    unit = tf.math.divide_no_nan(plain, norm)
-    pair = tf.stack([norm, tf.square(norm)])
-    usable = all_finite([unit, pair])
+    unit = plain * tf.math.divide_no_nan(_unit_norm(plain), norm)
+    unit_square = tf.reduce_sum(tf.square(unit))
+    usable = all_finite([unit, unit_square])
     unit = select(usable, unit, tf.zeros_like(unit))
-    pair = select(usable, pair, tf.zeros_like(pair))
-    return [select(valid, D, unit), select(valid, products, pair)]
-
-
-# Fisher length of a step at the learning rate 1, with the loss L in nats:
-# `kappa^2 = max(_SQUARED_LENGTH_PER_LOSS * L, _MIN_FISHER_LENGTH^2)`. Fitted to
-# tiny models of 13 types.
-_MIN_FISHER_LENGTH, _SQUARED_LENGTH_PER_LOSS = 0.07, 0.005
-# Minimum Fisher length per block: kappa is at least `0.02 sqrt(blocks)`. Fitted
-# to a MobileNet with 87 blocks, for which 0.07 is too short.
-_MIN_PER_BLOCK = 0.02
+    unit_square = select(usable, unit_square, tf.zeros_like(unit_square))
+    return [select(valid, D, unit), select(valid, square, unit_square)]
 
 
 def hint_at_inputs(
@@ -261,48 +285,3 @@ def hint_at_inputs(
         "`keras.layers.Normalization` or `keras.layers.Rescaling`."
     )
     count_each(is_far, report.hints, [step.job.name], text)
-
-
-def rms_factor(
-    directions: Sequence[Preconditioned], squares: Sequence[tf.Tensor]
-) -> tf.Tensor:
-    """Compute the common factor of all D for steps with the RMS `_RMS`."""
-    size = sum(
-        math.prod(variable.shape)
-        for direction in directions
-        for variable in direction.layer.block.variables
-    )
-    mean = tf.reduce_sum(stack_scalars(squares)) / size
-    return tf.math.divide_no_nan(_RMS, tf.sqrt(tf.cast(mean, tf.float64)))
-
-
-def spectral_length(
-    products: Sequence[tf.Tensor],
-    squares: Sequence[tf.Tensor],
-    loss: tf.Tensor,
-    damping: tf.Tensor,
-) -> Clip:
-    """Compute the length of a spectral step at the learning rate 1.
-
-    Args:
-        products: `<D, N>` and `<P, N>` of each block.
-        squares: `|D|^2` of each block.
-        loss: The negative log-likelihood L of a term, in nats.
-        damping: The damping.
-
-    Returns:
-        The common factor of all D, and the squared Fisher length of the step.
-    """
-    pairs = tf.stack([tf.cast(pair, tf.float64) for pair in products])
-    decrease, product = tf.unstack(tf.reduce_sum(pairs, 0))
-    decrease = tf.maximum(decrease, 0)
-    square = tf.math.divide_no_nan(tf.square(decrease), product)
-    bound = tf.reduce_sum(stack_scalars(squares))
-    bound *= tf.cast(damping, tf.float64)
-    # The gradients may be finite although the loss is not.
-    loss = tf.where(tf.math.is_finite(loss), loss, tf.zeros_like(loss))
-    least = max(_MIN_FISHER_LENGTH, _MIN_PER_BLOCK * math.sqrt(len(products)))
-    kappa = tf.sqrt(tf.maximum(_SQUARED_LENGTH_PER_LOSS * loss, least**2))
-    length = tf.sqrt(tf.maximum(square, bound))
-    factor = tf.math.divide_no_nan(kappa, length)
-    return Clip(factor, tf.square(kappa))

@@ -20,6 +20,7 @@ from tfkfac.kfac.averages import (
     check_statistics,
     name_in_memory_errors,
 )
+from tfkfac.kfac.length import SpectralLength
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.settings import RATE
 from tfkfac.saving.entries import Contents, Entry, Spread
@@ -90,6 +91,7 @@ class State(Tracked):
         self.counters = Counters(())
         self.pending: Pending | None = None
         self.report = StepReport()
+        self.length: SpectralLength | None = None
         self.factor_updates = state_variable(0, "int64", "factor_updates")
         self.inverse_updates = state_variable(0, "int64", "inverse_updates")
 
@@ -101,6 +103,8 @@ class State(Tracked):
         Blocks keep their state when the optimizer is attached again, see
         `same_shape_key`.
         """
+        if has_momenta and self.length is None:
+            self.length = SpectralLength()
         before = self.preconditioners
         by_key = {same_shape_key(p.block): p for p in before}
         self.preconditioners = tuple(
@@ -219,7 +223,7 @@ class State(Tracked):
             if decomposition is not None:
                 finite[i] = decomposition.replace(tensors, damping, due_list[i])
                 if preconditioner.momentum is not None:
-                    decomposition.precondition_momentum(preconditioner.momentum)
+                    decomposition.whiten_momentum(preconditioner.momentum)
         count_each(
             due & ~counters.flags(finite),
             counters.failures,
@@ -238,6 +242,8 @@ class State(Tracked):
             Entry("", "factor_updates", self.factor_updates, spread),
             Entry("", "inverse_updates", self.inverse_updates, spread),
         ]
+        if self.length is not None:
+            entries += self.length.entries()
         for i, preconditioner in enumerate(self.preconditioners):
             if plan.observes(rank, i):
                 shared = plan.shares_clocks
@@ -250,7 +256,7 @@ class State(Tracked):
                 entries.append(counters.entry("failures", i, Spread.OWNED))
             entries += preconditioner.entries()
         resets: dict[str, list[Callable[[], None]]] = defaultdict(list)
-        resets[placement.solver.name].append(counters.reset_decomposed)
+        resets[placement.solver.section].append(counters.reset_decomposed)
         pending = [] if self.pending is None else [self.pending]
         for sums in pending:
             entries += sums.entries()

@@ -62,15 +62,7 @@ def damped_inverse(
         damping: Damping of shape `(...,)` or a scalar.
         large: True to use block inversion. Defaults to `n >= LARGE`.
     """
-    diagonal = tf.linalg.diag_part(matrix)
-    floor = 4 * rounding(matrix.dtype) * tf.reduce_sum(diagonal, -1)
-    # Use damping 1 for a zero matrix without damping.
-    shift = tf.maximum(damping, floor)
-    shift = tf.where(shift > 0, shift, tf.ones_like(shift))
-    damped = tf.linalg.set_diag(
-        symmetrize(matrix), diagonal + tf.expand_dims(shift, -1)
-    )
-    root = tf.linalg.cholesky(damped)
+    root = _damped_cholesky(matrix, damping)
     if large is None:
         large = matrix.shape[-1] >= LARGE
     if large:
@@ -79,6 +71,34 @@ def damped_inverse(
         # products. The errors are as for solving (Higham, 2002, section 14.2).
         return _gram(_inverse(root, _LEVELS), _LEVELS)
     return symmetrize(tf.linalg.cholesky_solve(root, _identity(root)))
+
+
+def damped_inverse_root(
+    matrix: tf.Tensor, damping: tf.Tensor, large: bool | None = None
+) -> tf.Tensor:
+    """Compute the upper triangular R with `R R^T = (M + damping I)^-1`.
+
+    `R = L^-T` for the Cholesky factor L of the damped matrix. Arguments,
+    minimum damping and failures as in `damped_inverse`.
+    """
+    root = _damped_cholesky(matrix, damping)
+    if large is None:
+        large = matrix.shape[-1] >= LARGE
+    inverse = _inverse(root, _LEVELS if large else 0)
+    return tf.linalg.matrix_transpose(inverse)
+
+
+def _damped_cholesky(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
+    """Compute the Cholesky factor of M with at least the least damping."""
+    diagonal = tf.linalg.diag_part(matrix)
+    floor = 4 * rounding(matrix.dtype) * tf.reduce_sum(diagonal, -1)
+    # Use damping 1 for a zero matrix without damping.
+    shift = tf.maximum(damping, floor)
+    shift = tf.where(shift > 0, shift, tf.ones_like(shift))
+    damped = tf.linalg.set_diag(
+        symmetrize(matrix), diagonal + tf.expand_dims(shift, -1)
+    )
+    return tf.linalg.cholesky(damped)
 
 
 def _inverse(lower: tf.Tensor, levels: int) -> tf.Tensor:

@@ -44,6 +44,8 @@ class LossBatch:
         measure: Measure over all replicas; None before the loss is weighted.
         value: The loss, divided by the number of replicas as in Keras; the
             sum of its values with `reduction="none"`.
+        excess: The value above its least value for the targets, of the sum
+            over micro-batches; None to compute it from the terms.
     """
 
     terms: tuple[LossTerms, ...] = ()
@@ -52,6 +54,7 @@ class LossBatch:
     ordinal: int = 0
     measure: LossMeasure | None = None
     value: tf.Tensor | None = None
+    excess: tf.Tensor | None = None
 
 
 class LossTap(ModelTap[LossBatch]):

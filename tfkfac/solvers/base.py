@@ -27,8 +27,13 @@ class Solver(abc.ABC):
     the name of its factor, "A" or "G", and a suffix that the class of the
     factor defines.
 
+    Spectral steps need a root R of the preconditioner, `R R^T`. Then `apply`
+    transforms a gradient W by `R^T`, and `apply_back` a direction by `R`. For
+    Kronecker factors these are `R_A^T W R_G` and `R_A Q R_G^T`.
+
     Args:
         name: Registered name, also the name of the section in saved state.
+        by_roots: True to decompose into roots. Defaults to False.
 
     Attributes:
         whole_layers: True if one worker must decompose all factors of a layer.
@@ -42,8 +47,14 @@ class Solver(abc.ABC):
     takes_rows = False
     is_explicit = False
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, by_roots: bool = False) -> None:
         self.name = name
+        self.by_roots = by_roots
+
+    @property
+    def section(self) -> str:
+        """Section of the decompositions in saved state."""
+        return f"{self.name} roots" if self.by_roots else self.name
 
     @abc.abstractmethod
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:
@@ -97,7 +108,7 @@ class Solver(abc.ABC):
     def apply(
         self, factors: Factors, decomposition: Tensors, gradient: LayerGradient
     ) -> LayerGradient:
-        """Precondition the gradient of a layer.
+        """Precondition the gradient of a layer; by `R^T` with `by_roots`.
 
         Args:
             factors: Types of the block's factors.
@@ -107,6 +118,18 @@ class Solver(abc.ABC):
         Returns:
             The preconditioned gradient.
         """
+
+    def apply_back(
+        self, factors: Factors, decomposition: Tensors, matrix: tf.Tensor
+    ) -> tf.Tensor:
+        """Multiply a direction by R; for `by_roots` only.
+
+        Args:
+            factors: Types of the block's factors.
+            decomposition: Parts by name; bfloat16 if stored in bfloat16.
+            matrix: Direction in the coordinates of the result of `apply`.
+        """
+        raise NotImplementedError
 
 
 def with_prefix(name: str, parts: Mapping[str, T]) -> dict[str, T]:

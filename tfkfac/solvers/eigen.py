@@ -20,7 +20,7 @@ class EigenSolver(Solver):
     `P = Q_A [(Q_A^T W Q_G) * D] Q_G^T` with `D = 1 / (v_A v_G^T + damping)`
     (Distributed K-FAC, eq. 11-13). `D` is computed and stored with the
     decomposition (KAISA, section 4.4). A new damping takes effect at the next
-    decomposition.
+    decomposition. With `by_roots`, D is its square root: R is symmetric.
     """
 
     @override
@@ -56,7 +56,8 @@ class EigenSolver(Solver):
         largest = tf.reduce_max(damped, [-2, -1], keepdims=True)
         damped = tf.maximum(damped, rounding(outer.dtype) * largest)
         damped = tf.where(largest == 0, tf.ones_like(damped), damped)
-        return without_values(parts) | {"D": 1 / damped}
+        outer = tf.math.rsqrt(damped) if self.by_roots else 1 / damped
+        return without_values(parts) | {"D": outer}
 
     @override
     def apply(
@@ -75,6 +76,13 @@ class EigenSolver(Solver):
         for name, side in sides.items():
             matrix = factors[name].rotate(bases[name], matrix, side, back=True)
         return MatrixGradient(matrix)
+
+    @override
+    def apply_back(
+        self, factors: Factors, decomposition: Tensors, matrix: tf.Tensor
+    ) -> tf.Tensor:
+        gradient = MatrixGradient(matrix)
+        return self.apply(factors, decomposition, gradient).matrix
 
 
 def outer_part(parts: Mapping[str, Part]) -> dict[str, Part]:

@@ -1,4 +1,4 @@
-"""Inverse solver: Cholesky inverses of the damped factors."""
+"""Inverse solver: inverses of the damped factors, or their Cholesky roots."""
 
 import tensorflow as tf
 from typing_extensions import override
@@ -24,7 +24,9 @@ class InverseSolver(Solver):
 
     @override
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:
-        return with_prefix(name, factors[name].inverse_parts())
+        factor = factors[name]
+        parts = factor.root_parts() if self.by_roots else factor.inverse_parts()
+        return with_prefix(name, parts)
 
     @override
     def decompose(
@@ -37,7 +39,9 @@ class InverseSolver(Solver):
         parts: dict[str, tf.Tensor] = {}
         for name, value in values.items():
             share = self.share(name, means, tf.cast(damping, value.dtype))
-            parts |= with_prefix(name, factors[name].inverse(value, share))
+            factor = factors[name]
+            decompose = factor.root if self.by_roots else factor.inverse
+            parts |= with_prefix(name, decompose(value, share))
         return parts
 
     def share(self, name: str, means: Tensors, damping: tf.Tensor) -> tf.Tensor:
@@ -59,9 +63,7 @@ class InverseSolver(Solver):
     ) -> LayerGradient:
 
         def times(name: str, matrix: tf.Tensor, side: Side) -> tf.Tensor:
-            factor, parts = factors[name], of_factor(name, decomposition)
-            inverse = factor.for_products(parts, matrix.dtype)
-            return factor.multiply(inverse, matrix, side)
+            return self._times(factors, decomposition, name, matrix, side)
 
         if isinstance(gradient, RowGradient):
             return RowGradient(
@@ -72,6 +74,33 @@ class InverseSolver(Solver):
             if name in factors:
                 matrix = times(name, matrix, side)
         return MatrixGradient(matrix)
+
+    @override
+    def apply_back(
+        self, factors: Factors, decomposition: Tensors, matrix: tf.Tensor
+    ) -> tf.Tensor:
+        for name, side in SIDES.items():
+            if name in factors:
+                matrix = self._times(
+                    factors, decomposition, name, matrix, side, back=True
+                )
+        return matrix
+
+    def _times(
+        self,
+        factors: Factors,
+        decomposition: Tensors,
+        name: str,
+        matrix: tf.Tensor,
+        side: Side,
+        back: bool = False,
+    ) -> tf.Tensor:
+        """Multiply a matrix by the inverse of one factor, or by its root."""
+        factor, parts = factors[name], of_factor(name, decomposition)
+        inverse = factor.for_products(parts, matrix.dtype)
+        if self.by_roots:
+            return factor.multiply_root(inverse, matrix, side, back)
+        return factor.multiply(inverse, matrix, side)
 
 
 def balance(mean_a: tf.Tensor, mean_g: tf.Tensor) -> tf.Tensor:

@@ -60,6 +60,16 @@ def register_solver(name: str, solver_class: type[Solver]) -> None:
     SOLVERS[name] = solver_class
 
 
-def make_solver(name: str) -> Solver:
-    """Create an instance of a registered solver."""
-    return SOLVERS[name](name)
+def make_solver(name: str, by_roots: bool = False) -> Solver:
+    """Create an instance of a registered solver.
+
+    Raises:
+        ValueError: If the solver has no `apply_back`, which roots need.
+    """
+    solver_class = SOLVERS[name]
+    if by_roots and solver_class.apply_back is Solver.apply_back:
+        raise ValueError(
+            "Argument `solver` must be the name of a solver with the method "
+            f"`apply_back` for step='spectral'. Received: solver={name!r}"
+        )
+    return solver_class(name, by_roots)

@@ -45,11 +45,11 @@ class Accumulation(Slots):
         self.terms = self.slot("terms", dtype="float64")  # number of terms
         # Sum of the weights of the micro-batches.
         self.weight = self.slot("weight", dtype="float64")
-        self.loss = self.slot(
-            "loss",
-            dtype="float64",
-            spread=Spread.PARTIAL,
-            is_finite=False,
+        self.loss, self.excess = (
+            self.slot(
+                name, dtype="float64", spread=Spread.PARTIAL, is_finite=False
+            )
+            for name in ("loss", "excess")
         )
 
     def add(self, step: Step) -> None:
@@ -62,6 +62,7 @@ class Accumulation(Slots):
                 dense = tf.cast(tf.convert_to_tensor(gradient), sum_.dtype)
                 sum_.assign_add(weighted(dense, weight))
         self.loss.assign_add(weighted(step.weighted_loss(), weight))
+        self.excess.assign_add(weighted(step.weighted_excess(), weight))
         self.terms.assign_add(terms)
         self.weight.assign_add(weight)
         self.count.assign_add(1)
@@ -93,10 +94,15 @@ class Accumulation(Slots):
         measure = LossMeasure(
             loss.terms, loss.row_scale, unit, loss.summed, loss.total
         )
-        mean = None
+        loss_value, excess = None, None
         if step.batch.value is not None:
-            mean = tf.math.divide_no_nan(tf.convert_to_tensor(self.loss), norm)
-        batch = dataclasses.replace(step.batch, measure=measure, value=mean)
+            loss_value, excess = (
+                tf.math.divide_no_nan(tf.convert_to_tensor(sum_), norm)
+                for sum_ in (self.loss, self.excess)
+            )
+        batch = dataclasses.replace(
+            step.batch, measure=measure, value=loss_value, excess=excess
+        )
         return dataclasses.replace(step, gradients=gradients, batch=batch)
 
     def _sums_of(self, step: Step) -> list[tf.Variable]:

@@ -21,6 +21,7 @@ from tfkfac.distributed.collectives import Communicator
 from tfkfac.linalg.tensors import all_finite, are_finite
 from tfkfac.loss.batch import LossBatch, LossTap
 from tfkfac.loss.shares import LossMeasure, measure_loss, weigh, weighted
+from tfkfac.loss.targets import least_loss
 from tfkfac.training.guards import Streak, count_each, count_empty_batches
 from tfkfac.training.job import Job
 
@@ -99,6 +100,17 @@ class Step:
         if value is None:
             return tf.zeros([], tf.float64)
         return weighted(tf.cast(value, tf.float64), self.loss.share)
+
+    def weighted_excess(self) -> tf.Tensor:
+        """Return `weighted_loss` above its least value for the targets."""
+        excess, value = self.batch.excess, self.batch.value
+        if excess is None:
+            if value is None:
+                return tf.zeros([], tf.float64)
+            replicas = self.job.topology.replicas
+            excess = tf.cast(value, tf.float64)
+            excess -= least_loss(self.loss.losses, replicas)
+        return weighted(excess, self.loss.share)
 
     def record_losses(self, instead: str) -> None:
         """Record the types of the losses of this step.

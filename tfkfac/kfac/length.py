@@ -1,0 +1,133 @@
+"""Length of spectral steps.
+
+All directions D of the blocks have the root mean square 0.2, as in Muon. A step
+has the length
+
+    r s,   r = max(0.006, w kappa / sqrt(rho sum |Q|^2)),
+           kappa = max(0.07, min(0.6 sqrt(L - H), 0.45 sqrt(n))),
+
+where s is the learning rate, L the negative log-likelihood of a term of the
+loss in nats, H its least value for the targets (the entropy of soft or binary
+targets), and n the number of labels of a term. `|Q|^2` is the squared length of
+D in the metric of K-FAC, and
+
+    rho = max(new, 0.9 rho + 0.1 new),   new = D^T F D / sum |Q|^2
+
+corrects it by the Gauss-Newton matrix F of a quarter of the batch. So kappa is
+the square root of about twice the change of the predictions in nats.
+`w = min(1, t / 10)` in step t: the first factors are rough.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfkfac.blocks.statistics import Examples, choose_subsample
+from tfkfac.compat.graphs import Sum
+from tfkfac.curvature.directional import LossInputs, directional_curvature
+from tfkfac.distributed.collectives import differentiable_sum
+from tfkfac.loss.shares import weighted
+from tfkfac.loss.targets import label_count
+from tfkfac.saving.slots import Slots
+from tfkfac.training.step import Gradients, Step
+
+# RMS of a direction. Muon's steps have the same at its learning rate 1.
+RMS = 0.2
+# Constants of the module's formula. Fitted to small problems, see
+# docs/pages/guide/spectral.md.
+_MIN_LENGTH, _PER_ROOT_OF_LOSS, _PER_ROOT_OF_LABELS = 0.07, 0.6, 0.45
+_MIN_RATE = 0.006
+_WARMUP = 10
+_MEMORY = 0.9
+# Minimum of `new`.
+_MIN_RATIO = 1e-3
+# Part of the batch of the product with F.
+_PART = 0.25
+
+
+class Batch(NamedTuple):
+    """What the length needs of a batch, read outside of branches."""
+
+    labels: tf.Tensor
+    """Number of labels of a term, weighted by the share of this replica."""
+    curvature: Callable[[Gradients], tf.Tensor] | None
+    """Returns `D^T F D` of a direction, summed over the replicas."""
+
+    @classmethod
+    def of(cls, step: Step) -> "Batch":
+        """Read the batch of a step."""
+        job, loss = step.job, step.loss
+        replicas = job.topology.replicas
+        labels = weighted(label_count(loss.losses) / replicas, loss.share)
+        if not step.batch.arguments:
+            return cls(labels, None)
+        total: Sum = tf.identity
+        if step.group.size > 1:
+            total = functools.partial(differentiable_sum, step.group)
+        inputs = LossInputs.of(job.model, step.batch, loss)
+        inputs = inputs.select(
+            lambda size: Examples(size, choose_subsample(_PART, job.clock, 1))
+        )
+
+        def curvature(directions: Gradients) -> tf.Tensor:
+            form = directional_curvature(
+                job.model,
+                inputs,
+                step.variables,
+                [directions],
+                loss.unit,
+                total,
+                replicas,
+            )
+            (form,) = step.group.all_reduce([form[0, 0]])
+            return form
+
+        return cls(labels, curvature)
+
+
+class SpectralLength(Slots):
+    """Ratio rho of the true and K-FAC's squared length, and a step count."""
+
+    def __init__(self) -> None:
+        super().__init__("length")
+        self.steps = self.slot("length_steps")
+        self.ratio = self.slot("length_ratio", (), "float64", 1.0)
+
+    def rate(
+        self,
+        squares: Sequence[tf.Tensor],
+        excess: tf.Tensor,
+        labels: tf.Tensor,
+        curvature: Callable[[], tf.Tensor] | None,
+    ) -> tf.Tensor:
+        """Return r, the multiplier of all D.
+
+        Args:
+            squares: `|Q|^2` of each block.
+            excess: `L - H`.
+            labels: n.
+            curvature: Returns `D^T F D`; None for a ratio of 1.
+        """
+        total = tf.add_n([tf.cast(x, tf.float64) for x in squares])
+        is_first = tf.equal(self.steps, 0)
+        self.steps.assign_add(1)
+        if curvature is not None:
+            new = tf.math.divide_no_nan(curvature(), total)
+            new = tf.maximum(new, _MIN_RATIO)
+            old = tf.where(is_first, new, self.ratio)
+            mixed = tf.maximum(new, _MEMORY * old + (1 - _MEMORY) * new)
+            usable = tf.math.is_finite(mixed) & (mixed > 0)
+            self.ratio.assign(tf.where(usable, mixed, self.ratio))
+        # The gradients may be finite although the loss is not.
+        excess = tf.where(tf.math.is_finite(excess), excess, 0.0)
+        kappa = tf.minimum(
+            _PER_ROOT_OF_LOSS * tf.sqrt(tf.maximum(excess, 0)),
+            _PER_ROOT_OF_LABELS * tf.sqrt(labels),
+        )
+        kappa = tf.maximum(kappa, _MIN_LENGTH)
+        warmup = tf.minimum(tf.cast(self.steps, tf.float64) / _WARMUP, 1.0)
+        length = tf.sqrt(self.ratio * total)
+        rate = warmup * tf.math.divide_no_nan(kappa, length)
+        return tf.maximum(rate, _MIN_RATE)

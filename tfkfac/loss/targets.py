@@ -1,0 +1,125 @@
+"""What the targets of a loss say: its least value, and the number of labels.
+
+The negative log-likelihood of soft or binary targets y is at least their
+entropy, `-sum y log y`, whatever the outputs. This part of the loss cannot be
+reduced.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfkfac.compat.losses import LossCall, is_divergence, loss_arguments
+from tfkfac.loss.recognition import (
+    BERNOULLI,
+    BERNOULLI_LOGITS,
+    CATEGORICAL,
+    CATEGORICAL_LOGITS,
+)
+from tfkfac.loss.terms import LossTerms
+
+_OF_CLASSES = (CATEGORICAL, CATEGORICAL_LOGITS)
+_OF_BITS = (BERNOULLI, BERNOULLI_LOGITS)
+
+
+def least_loss(losses: Sequence[LossTerms], replicas: int) -> tf.Tensor:
+    """Return the least value of a replica's loss for its targets.
+
+    It is 0 for losses that are not cross-entropies.
+
+    Args:
+        losses: Terms of each loss, with verdicts.
+        replicas: Number of replicas, by which Keras divides a mean.
+
+    Returns:
+        Scalar float64, scaled as the loss.
+    """
+    least = [tf.zeros([], tf.float64)]
+    for terms in losses:
+        entropy = _by_likelihood(terms, _entropy)
+        divisor = tf.ones_like(terms.count)
+        if not terms.summed:
+            divisor = terms.count * replicas
+        least.append(tf.math.divide_no_nan(terms.unit * entropy, divisor))
+    return tf.add_n(least)
+
+
+def label_count(losses: Sequence[LossTerms]) -> tf.Tensor:
+    """Return the number of independent labels of a term, summed over losses.
+
+    A term has one label for each output, or a single class.
+    """
+    counts = [_by_likelihood(terms, _labels) for terms in losses]
+    return tf.maximum(tf.add_n([tf.zeros([], tf.float64), *counts]), 1.0)
+
+
+def _by_likelihood(terms: LossTerms, function: Any) -> tf.Tensor:
+    """Call a function of the call and the likelihood of a loss."""
+    call, verdict = terms.call, terms.verdict
+    if call is None or call.reduction is None:
+        return tf.zeros([], tf.float64)
+    if verdict is None:
+        return function(call, terms.likelihood)
+    # The names of the candidates differ at most in the form of the outputs.
+    values = {
+        name: function(call, name) for name in dict.fromkeys(verdict.names)
+    }
+    every = [*(values[name] for name in verdict.names), function(call, None)]
+    return tf.gather(tf.stack(every), verdict.index)
+
+
+def _labels(call: LossCall, likelihood: str | None) -> tf.Tensor:
+    """Return the number of labels of a term."""
+    assert call.reduction is not None
+    if likelihood is None or likelihood in _OF_CLASSES:
+        return tf.ones([], tf.float64)
+    axes = call.reduction.values.shape.rank or call.y_pred.shape.rank - 1
+    sizes = tf.shape(call.y_pred)[axes:]
+    return tf.cast(tf.reduce_prod(sizes), tf.float64)
+
+
+def _entropy(call: LossCall, likelihood: str | None) -> tf.Tensor:
+    """Return the weighted sum of the entropies of the targets of all terms."""
+    y = call.y_true
+    is_known = likelihood in (*_OF_CLASSES, *_OF_BITS) and tf.is_tensor(y)
+    # The divergence of a target from itself is 0.
+    if not is_known or not y.dtype.is_floating or is_divergence(call.loss):
+        return tf.zeros([], tf.float64)
+    smoothing = tf.cast(
+        loss_arguments(call.loss).get("label_smoothing", 0.0), y.dtype
+    )
+    if likelihood in _OF_BITS:
+        y = y * (1 - smoothing) + smoothing / 2
+        entropies = _xlogx(y) + _xlogx(1 - y)
+    elif y.shape.rank != call.y_pred.shape.rank:
+        return tf.zeros([], tf.float64)  # classes as floats
+    else:
+        y = y * (1 - smoothing)
+        y += smoothing / tf.cast(tf.shape(y)[-1], y.dtype)
+        # The least value of `-sum y log p` has `p = y / sum y`.
+        total = tf.reduce_sum(y, -1, keepdims=True)
+        entropies = _xlogx(y) - tf.math.xlogy(y, total)
+    return _weighted_sum(-entropies, call)
+
+
+def _weighted_sum(entropies: tf.Tensor, call: LossCall) -> tf.Tensor:
+    """Sum over the terms, with the weights and the mask of the loss."""
+    reduction = call.reduction
+    assert reduction is not None
+    rank = reduction.values.shape.rank
+    if rank:
+        axes = list(range(rank, entropies.shape.rank))
+        entropies = tf.reduce_sum(entropies, axes)
+        for weights in (reduction.weights, reduction.mask):
+            if weights is not None:
+                weights = tf.cast(weights, entropies.dtype)
+                if weights.shape.rank == rank + 1:
+                    weights = tf.squeeze(weights, -1)
+                entropies = tf.math.multiply_no_nan(entropies, weights)
+    return tf.cast(tf.reduce_sum(entropies), tf.float64)
+
+
+def _xlogx(x: tf.Tensor) -> tf.Tensor:
+    x = tf.maximum(x, 0)  # invalid targets
+    return tf.math.xlogy(x, x)
