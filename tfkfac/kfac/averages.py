@@ -284,8 +284,8 @@ class Momentum(Slots, Member):
         Returns:
             `N_t = W_t + mu M_t` and `X_t = R_A^T N_t R_G`.
         """
-        N = _nesterov(self.value, matrix, decay)
-        return N, _nesterov(self.whitened, whitened, decay)
+        N = add_momentum(self.value, matrix, decay)
+        return N, add_momentum(self.whitened, whitened, decay)
 
 
 def clear_unused(direction: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
@@ -305,7 +305,9 @@ def clear_unused(direction: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
     return direction * tf.cast(used, direction.dtype)
 
 
-def _nesterov(momentum: tf.Variable, new: tf.Tensor, decay: float) -> tf.Tensor:
+def add_momentum(
+    momentum: tf.Variable, new: tf.Tensor, decay: float
+) -> tf.Tensor:
     """Update a momentum and return `new + momentum`; reset it on overflow."""
     total = momentum + new
     finite = tf.cast(all_finite([total]), total.dtype)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfkfac.blocks.statistics import Examples, choose_subsample
+from tfkfac.blocks.statistics import Examples, Subsample
 from tfkfac.compat.graphs import Sum
 from tfkfac.curvature.directional import LossInputs, directional_curvature
 from tfkfac.distributed.collectives import differentiable_sum
@@ -68,7 +68,7 @@ class Batch(NamedTuple):
             total = functools.partial(differentiable_sum, step.group)
         inputs = LossInputs.of(job.model, step.batch, loss)
         inputs = inputs.select(
-            lambda size: Examples(size, choose_subsample(_PART, job.clock, 1))
+            lambda size: Examples(size, Subsample(_PART, job.clock))
         )
 
         def curvature(directions: Gradients) -> tf.Tensor:

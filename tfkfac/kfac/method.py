@@ -27,6 +27,7 @@ from tfkfac.kfac.active import (
 from tfkfac.kfac.averages import Pending
 from tfkfac.kfac.length import Batch
 from tfkfac.kfac.natural import Natural, count_invalid
+from tfkfac.kfac.orthogonal import plain_matrices
 from tfkfac.kfac.placement import (
     FACTORS,
     INVERSES,
@@ -384,7 +385,12 @@ class KFACMethod(Method):
 
     @override
     def covered(self) -> list[keras.Variable]:
-        return [v for block in self.placement.blocks for v in block.variables]
+        blocks = self.placement.blocks
+        covered = [v for block in blocks for v in block.variables]
+        if self._rule.has_momenta:
+            leftovers = self.placement.registry.leftovers
+            covered += [v for _, v in plain_matrices(leftovers)]
+        return covered
 
     @override
     def agreement(self) -> dict[str, Any]:

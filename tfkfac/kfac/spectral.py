@@ -41,22 +41,15 @@ from tfkfac.kfac.natural import (
     replace_gradients,
     scale_rows,
 )
+from tfkfac.kfac.orthogonal import orthogonal_factors, plain_directions
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import FIRST, State, StepReport
-from tfkfac.linalg.polar import polar_factors
 from tfkfac.linalg.tensors import all_finite, are_finite, select
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
 
 # Default of mu. No study compares it with other values.
 _MOMENTUM = 0.9
-# Maximum number of columns of X that are orthogonalised together. Without this
-# limit: 0.95 times the final loss for 1.05 times the CPU seconds (geometric
-# means of seven tiny problems); on the VAE 1.6 times the CPU seconds.
-BLOCK = 32
-# Number of polynomials: 5 bring all singular values above 1e-3 of the norm to
-# within 12.5 % of 1, 7 to within 0.2 % (tests/linalg/test_polar.py).
-ITERATIONS = 5
 # RMS of a step at the learning rate 1 if the loss is unknown. On six small
 # models 0.003 and 0.01 end below Adam(1e-3); 0.02 diverges on a denoiser.
 _UNSEEN_RMS = 0.01
@@ -77,6 +70,11 @@ class Spectral(Natural):
     # Few examples use a row of an embedding table, but an orthogonalised step
     # would move all rows by the same length.
     excluded_blocks = TABLES
+
+    @property
+    def mu(self) -> float:
+        """Decay of the momentum."""
+        return _MOMENTUM if self.momentum is None else self.momentum
 
     @override
     def read(self, step: Step) -> Batch:
@@ -100,8 +98,7 @@ class Spectral(Natural):
         exchange: Exchange,
         damping: tf.Tensor,
     ) -> list[Preconditioned]:
-        momentum = _MOMENTUM if self.momentum is None else self.momentum
-        return orthogonalize(layers, step, exchange, momentum)
+        return orthogonalize(layers, step, exchange, self.mu)
 
     @override
     def gradients(
@@ -113,19 +110,23 @@ class Spectral(Natural):
         batch: Batch | None,
         sums: Sequence[tf.Tensor],
     ) -> Gradients:
-        if not directions:
+        plain = plain_directions(step, state.plain, self.mu, RMS)
+        if not directions and not any(D is not None for D in plain):
             return step.gradients
         assert batch is not None and state.length is not None
         squares = [direction.product for direction in directions]
+        if not squares:  # no block: the metric is the identity
+            squares = [
+                tf.reduce_sum(tf.square(D)) for D in plain if D is not None
+            ]
         if step.batch.value is None:
             factor = tf.constant(_UNSEEN_RMS / RMS, tf.float64)
         else:
             curvature = None
             if batch.curvature is not None:
                 one = tf.ones([], tf.float64)
-                nothing: Gradients = [None] * len(step.gradients)
                 curvature = functools.partial(
-                    batch.curvature, replace_gradients(directions, one, nothing)
+                    batch.curvature, replace_gradients(directions, one, plain)
                 )
             excess, labels = sums
             factor = state.length.rate(
@@ -139,9 +140,14 @@ class Spectral(Natural):
         length *= tf.add_n([tf.cast(x, tf.float64) for x in squares])
         state.report.assign(length=length, damping=damping, clip_factor=factor)
         layers, report = [x.layer for x in directions], state.report
-        is_late = tf.equal(report.steps, FIRST)
-        when(is_late, lambda: hint_at_inputs(layers, step, report))
-        return replace_gradients(directions, factor, step.gradients)
+        if layers:
+            is_late = tf.equal(report.steps, FIRST)
+            when(is_late, lambda: hint_at_inputs(layers, step, report))
+        gradients = [
+            gradient if D is None else D * tf.cast(factor, D.dtype)
+            for gradient, D in zip(step.gradients, plain, strict=True)
+        ]
+        return replace_gradients(directions, factor, gradients)
 
     @override
     def bytes(self, placement: Placement, rank: int) -> dict[str, int]:
@@ -175,12 +181,7 @@ def orthogonalize(
             for matrix in (N, X):
                 matrix.set_shape(layer.block.gradient_shape)
             local.append((layer, N, X))
-    local_Q = shared_call(
-        ("polar", BLOCK, ITERATIONS),
-        lambda *matrices: polar_factors(matrices, BLOCK, ITERATIONS),
-        *(X for _, _, X in local),
-        placed=True,  # oneDNN kernels are faster for batched products
-    )
+    local_Q = orthogonal_factors([X for _, _, X in local])
     sent = {}
     for (layer, N, _), Q in zip(local, local_Q, strict=True):
         assert layer.state.decomposition is not None

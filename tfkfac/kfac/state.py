@@ -21,6 +21,7 @@ from tfkfac.kfac.averages import (
     name_in_memory_errors,
 )
 from tfkfac.kfac.length import SpectralLength
+from tfkfac.kfac.orthogonal import PlainMatrix, plain_matrices
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.settings import RATE
 from tfkfac.saving.entries import Contents, Entry, Spread
@@ -92,6 +93,7 @@ class State(Tracked):
         self.pending: Pending | None = None
         self.report = StepReport()
         self.length: SpectralLength | None = None
+        self.plain: tuple[PlainMatrix, ...] = ()
         self.factor_updates = state_variable(0, "int64", "factor_updates")
         self.inverse_updates = state_variable(0, "int64", "inverse_updates")
 
@@ -103,8 +105,9 @@ class State(Tracked):
         Blocks keep their state when the optimizer is attached again, see
         `same_shape_key`.
         """
-        if has_momenta and self.length is None:
-            self.length = SpectralLength()
+        if has_momenta:
+            self.length = self.length or SpectralLength()
+            self._fill_plain(placement)
         before = self.preconditioners
         by_key = {same_shape_key(p.block): p for p in before}
         self.preconditioners = tuple(
@@ -132,6 +135,14 @@ class State(Tracked):
             counters = Counters(paths)
             counters.copy_from(self.counters, old_positions)
             self.counters = counters
+
+    def _fill_plain(self, placement: Placement) -> None:
+        """Create the momenta of plain matrices; reuse those that exist."""
+        known = {id(matrix.variable): matrix for matrix in self.plain}
+        self.plain = tuple(
+            known.get(id(variable)) or PlainMatrix(path, variable)
+            for path, variable in plain_matrices(placement.registry.leftovers)
+        )
 
     def accumulate(
         self, steps: int, placement: Placement, rank: int, job: Job
@@ -261,7 +272,9 @@ class State(Tracked):
         for sums in pending:
             entries += sums.entries()
         momenta = [p.momentum for p in self.preconditioners]
-        for slots in (*pending, *filter(None, momenta)):
+        for matrix in self.plain:
+            entries += matrix.entries()
+        for slots in (*pending, *filter(None, momenta), *self.plain):
             resets[slots.section].append(slots.reset)
         layers = tuple(block.path for block in placement.blocks)
         parts = {name: _call_all(calls) for name, calls in resets.items()}
