@@ -25,6 +25,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkfac.blocks.statistics import Examples, Subsample
+from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import Sum
 from tfkfac.curvature.directional import LossInputs, directional_curvature
 from tfkfac.distributed.collectives import differentiable_sum
@@ -43,6 +44,8 @@ _WARMUP = 10
 _MEMORY = 0.9
 # Minimum of `new`.
 _MIN_RATIO = 1e-3
+# The product with F is computed in the first steps, then at this interval.
+_EARLY, _INTERVAL = 100, 10
 # Part of the batch of the product with F.
 _PART = 0.25
 
@@ -111,15 +114,10 @@ class SpectralLength(Slots):
             curvature: Returns `D^T F D`; None for a ratio of 1.
         """
         total = tf.add_n([tf.cast(x, tf.float64) for x in squares])
-        is_first = tf.equal(self.steps, 0)
         self.steps.assign_add(1)
         if curvature is not None:
-            new = tf.math.divide_no_nan(curvature(), total)
-            new = tf.maximum(new, _MIN_RATIO)
-            old = tf.where(is_first, new, self.ratio)
-            mixed = tf.maximum(new, _MEMORY * old + (1 - _MEMORY) * new)
-            usable = tf.math.is_finite(mixed) & (mixed > 0)
-            self.ratio.assign(tf.where(usable, mixed, self.ratio))
+            due = (self.steps <= _EARLY) | tf.equal(self.steps % _INTERVAL, 0)
+            when(due, lambda: self._update_ratio(curvature(), total))
         # The gradients may be finite although the loss is not.
         excess = tf.where(tf.math.is_finite(excess), excess, 0.0)
         kappa = tf.minimum(
@@ -131,3 +129,11 @@ class SpectralLength(Slots):
         length = tf.sqrt(self.ratio * total)
         rate = warmup * tf.math.divide_no_nan(kappa, length)
         return tf.maximum(rate, _MIN_RATE)
+
+    def _update_ratio(self, form: tf.Tensor, total: tf.Tensor) -> None:
+        """Update rho by `D^T F D` and `sum |Q|^2`."""
+        new = tf.math.divide_no_nan(form, total)
+        new = tf.maximum(new, _MIN_RATIO)
+        old = tf.where(tf.equal(self.steps, 1), new, self.ratio)
+        mixed = tf.maximum(new, _MEMORY * old + (1 - _MEMORY) * new)
+        self.ratio.assign(tf.where(tf.math.is_finite(mixed), mixed, self.ratio))
