@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.capture.model_taps import ForwardCall, ForwardTap
+from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.compat.graphs import Sum
 from tfkfac.curvature.gauss_newton import (
     Direction,
@@ -43,16 +43,24 @@ class LossInputs:
 
     @classmethod
     def of(
-        cls, model: keras.Model, batch: LossBatch, loss: LossMeasure
+        cls,
+        model: keras.Model,
+        batch: LossBatch,
+        loss: LossMeasure,
+        calls: Sequence[ForwardCall],
     ) -> Self:
         """Return the inputs of the loss of a step.
 
-        The model needs an open `ForwardTap` before its forward pass.
+        Args:
+            model: The model.
+            batch: The batch of the loss.
+            loss: Terms of the loss.
+            calls: The recorded calls of the model.
 
         Raises:
             ValueError: If the loss was not computed by `compute_loss`.
         """
-        call = find_call(model, batch, ForwardTap.open(model).pop_items())
+        call = find_call(model, batch, calls)
         arguments = {k: v for k, v in batch.arguments.items() if k != "y_pred"}
         summed = [terms.summed for terms in batch.terms]
         call = dataclasses.replace(call, outputs=None)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkfac.blocks.statistics import Examples, Subsample
+from tfkfac.capture.model_taps import ForwardTap
 from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import Sum
 from tfkfac.curvature.directional import LossInputs, directional_curvature
@@ -32,6 +33,7 @@ from tfkfac.distributed.collectives import differentiable_sum
 from tfkfac.loss.shares import weighted
 from tfkfac.loss.targets import label_count
 from tfkfac.saving.slots import Slots
+from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step
 
 # RMS of a direction. Muon's steps have the same at its learning rate 1.
@@ -55,39 +57,60 @@ class Batch(NamedTuple):
 
     labels: tf.Tensor
     """Number of labels of a term, weighted by the share of this replica."""
-    curvature: Callable[[Gradients], tf.Tensor] | None
-    """Returns `D^T F D` of a direction, summed over the replicas."""
+    curvature: Callable[[Gradients], tf.Tensor | None]
+    """Returns `D^T F D` of a direction, or None if it cannot be computed."""
 
     @classmethod
-    def of(cls, step: Step) -> "Batch":
-        """Read the batch of a step."""
+    def of(cls, step: Step, advise: Callable[[str], None]) -> "Batch":
+        """Read the batch of a step.
+
+        Args:
+            step: The step.
+            advise: Function that issues a warning.
+        """
         job, loss = step.job, step.loss
         replicas = job.topology.replicas
         labels = weighted(label_count(loss.losses) / replicas, loss.share)
-        if not step.batch.arguments:
-            return cls(labels, None)
         total: Sum = tf.identity
         if step.group.size > 1:
             total = functools.partial(differentiable_sum, step.group)
-        inputs = LossInputs.of(job.model, step.batch, loss)
-        inputs = inputs.select(
-            lambda size: Examples(size, Subsample(_PART, job.clock))
-        )
+        calls = ForwardTap.open(job.model).pop_items()
 
-        def curvature(directions: Gradients) -> tf.Tensor:
-            form = directional_curvature(
-                job.model,
-                inputs,
-                step.variables,
-                [directions],
-                loss.unit,
-                total,
-                replicas,
-            )
+        def curvature(directions: Gradients) -> tf.Tensor | None:
+            if not step.batch.arguments:
+                return None
+            try:
+                inputs = LossInputs.of(job.model, step.batch, loss, calls)
+                form = directional_curvature(
+                    job.model,
+                    inputs.select(choose),
+                    step.variables,
+                    [directions],
+                    loss.unit,
+                    total,
+                    replicas,
+                )
+            except Exception as error:  # the model may not allow a second call
+                advise(_without_curvature(job, error))
+                return None
             (form,) = step.group.all_reduce([form[0, 0]])
             return form
 
+        def choose(size: tf.Tensor) -> Examples:
+            return Examples(size, Subsample(_PART, job.clock))
+
         return cls(labels, curvature)
+
+
+def _without_curvature(job: Job, error: Exception) -> str:
+    """Return the warning that the true length of steps is not known."""
+    return (
+        f"Optimizer '{job.name}' cannot compute the curvature of the loss of "
+        f"model '{job.model.name}' along its steps, and estimates their length "
+        "by the factors alone, which may be a few times too long or too short: "
+        "see the learning rate of spectral steps in the documentation. "
+        f"The reason: {error}"
+    )
 
 
 class SpectralLength(Slots):
@@ -103,7 +126,7 @@ class SpectralLength(Slots):
         squares: Sequence[tf.Tensor],
         excess: tf.Tensor,
         labels: tf.Tensor,
-        curvature: Callable[[], tf.Tensor] | None,
+        curvature: Callable[[], tf.Tensor | None],
     ) -> tf.Tensor:
         """Return r, the multiplier of all D.
 
@@ -111,13 +134,12 @@ class SpectralLength(Slots):
             squares: `|Q|^2` of each block.
             excess: `L - H`.
             labels: n.
-            curvature: Returns `D^T F D`; None for a ratio of 1.
+            curvature: Returns `D^T F D`, or None to keep the ratio.
         """
         total = tf.add_n([tf.cast(x, tf.float64) for x in squares])
         self.steps.assign_add(1)
-        if curvature is not None:
-            due = (self.steps <= _EARLY) | tf.equal(self.steps % _INTERVAL, 0)
-            when(due, lambda: self._update_ratio(curvature(), total))
+        due = (self.steps <= _EARLY) | tf.equal(self.steps % _INTERVAL, 0)
+        when(due, lambda: self._update_ratio(curvature(), total))
         # The gradients may be finite although the loss is not.
         excess = tf.where(tf.math.is_finite(excess), excess, 0.0)
         kappa = tf.minimum(
@@ -130,8 +152,10 @@ class SpectralLength(Slots):
         rate = warmup * tf.math.divide_no_nan(kappa, length)
         return tf.maximum(rate, _MIN_RATE)
 
-    def _update_ratio(self, form: tf.Tensor, total: tf.Tensor) -> None:
+    def _update_ratio(self, form: tf.Tensor | None, total: tf.Tensor) -> None:
         """Update rho by `D^T F D` and `sum |Q|^2`."""
+        if form is None:
+            return
         new = tf.math.divide_no_nan(form, total)
         new = tf.maximum(new, _MIN_RATIO)
         old = tf.where(tf.equal(self.steps, 1), new, self.ratio)

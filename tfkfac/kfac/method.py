@@ -1,5 +1,6 @@
 """K-FAC, step by step."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,7 +91,8 @@ class KFACMethod(Method):
             warning = report.unseen_loss_warning(self.job, rule.without_loss)
             self._advice.give(self.job, warning)
         statistics = self.statistics(layers, step)
-        batch = self._rule.read(step)
+        advise = functools.partial(self._advice.give, self.job)
+        batch = self._rule.read(step, advise)
         if state.pending is None:
             self.update(layers, step, statistics, batch)
         else:

@@ -81,8 +81,11 @@ class Natural:
         self._clip = clip
 
     # ------------------------------------------------------------ the step
-    def read(self, step: Step) -> Batch | None:
-        """Return what `gradients` needs of the batch of a step."""
+    def read(self, step: Step, advise: Callable[[str], None]) -> Batch | None:
+        """Return what `gradients` needs of the batch of a step.
+
+        `advise` issues a warning.
+        """
         return None
 
     def scalars(self, step: Step, batch: Batch | None) -> list[tf.Tensor]:

@@ -19,7 +19,7 @@ rate s.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -77,8 +77,8 @@ class Spectral(Natural):
         return _MOMENTUM if self.momentum is None else self.momentum
 
     @override
-    def read(self, step: Step) -> Batch:
-        return Batch.of(step)
+    def read(self, step: Step, advise: Callable[[str], None]) -> Batch:
+        return Batch.of(step, advise)
 
     @override
     def scalars(self, step: Step, batch: Batch | None) -> list[tf.Tensor]:
@@ -122,12 +122,10 @@ class Spectral(Natural):
         if step.batch.value is None:
             factor = tf.constant(_UNSEEN_RMS / RMS, tf.float64)
         else:
-            curvature = None
-            if batch.curvature is not None:
-                one = tf.ones([], tf.float64)
-                curvature = functools.partial(
-                    batch.curvature, replace_gradients(directions, one, plain)
-                )
+            one = tf.ones([], tf.float64)
+            curvature = functools.partial(
+                batch.curvature, replace_gradients(directions, one, plain)
+            )
             excess, labels = sums
             factor = state.length.rate(
                 squares,
