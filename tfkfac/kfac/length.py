@@ -3,10 +3,12 @@
 All directions D of the blocks have the root mean square 0.2, as in Muon. A step
 has the length
 
-    r s,   r = max(0.006, w kappa / sqrt(rho sum |Q|^2)),
+    r s,   r = c max(0.006, w kappa / sqrt(rho sum |Q|^2)),
+           c = min(1, sqrt(400 / T)),
            kappa = max(0.07, min(0.6 sqrt(L - H), 0.45 sqrt(n))),
 
-where s is the learning rate, L the negative log-likelihood of a term of the
+where s is the learning rate, T the number of updates of the run (those so far
+if it is unknown), L the negative log-likelihood of a term of the
 loss in nats, H its least value for the targets (the entropy of soft or binary
 targets), and n the number of labels of a term. `|Q|^2` is the squared length of
 D in the metric of K-FAC, and
@@ -44,6 +46,9 @@ _MIN_LENGTH, _PER_ROOT_OF_LOSS, _PER_ROOT_OF_LABELS = 0.07, 0.6, 0.45
 _MIN_RATE = 0.006
 _WARMUP = 10
 _MEMORY = 0.9
+# Number of updates from which on steps are shorter. On full-size problems, runs
+# of 1,440 and 2,000 updates end better with c = 0.45 than with 1.
+_SHORT_RUN = 400
 # Minimum of `new`.
 _MIN_RATIO = 1e-3
 # The product with F is computed in the first steps, then at this interval.
@@ -127,6 +132,7 @@ class SpectralLength(Slots):
         excess: tf.Tensor,
         labels: tf.Tensor,
         curvature: Callable[[], tf.Tensor | None],
+        updates: tf.Tensor,
     ) -> tf.Tensor:
         """Return r, the multiplier of all D.
 
@@ -135,6 +141,7 @@ class SpectralLength(Slots):
             excess: `L - H`.
             labels: n.
             curvature: Returns `D^T F D`, or None to keep the ratio.
+            updates: T.
         """
         total = tf.add_n([tf.cast(x, tf.float64) for x in squares])
         self.steps.assign_add(1)
@@ -150,7 +157,8 @@ class SpectralLength(Slots):
         warmup = tf.minimum(tf.cast(self.steps, tf.float64) / _WARMUP, 1.0)
         length = tf.sqrt(self.ratio * total)
         rate = warmup * tf.math.divide_no_nan(kappa, length)
-        return tf.maximum(rate, _MIN_RATE)
+        share = tf.minimum(_SHORT_RUN / tf.cast(updates, tf.float64), 1.0)
+        return tf.sqrt(share) * tf.maximum(rate, _MIN_RATE)
 
     def _update_ratio(self, form: tf.Tensor | None, total: tf.Tensor) -> None:
         """Update rho by `D^T F D` and `sum |Q|^2`."""

@@ -132,6 +132,7 @@ class Spectral(Natural):
                 tf.math.divide_no_nan(excess, step.loss.unit),
                 labels,
                 curvature,
+                step.job.plan.count_updates(step.job.clock),
             )
         rate = tf.cast(step.job.inner_optimizer.learning_rate, tf.float64)
         length = tf.square(rate * factor)

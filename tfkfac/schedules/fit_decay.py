@@ -50,12 +50,21 @@ class RunPlan(Slots):
         length = int(self.length.numpy())
         return int(self.start.numpy()) + length if length else None
 
+    def count_updates(self, update: tf.Tensor) -> tf.Tensor:
+        """Return the number of updates of the run; those so far if unknown."""
+        num_done = tf.cast(update, tf.int64) - self.start + 1
+        is_known = self._is_used() & (self.length > 0)
+        return tf.where(is_known, self.length, num_done)
+
+    def _is_used(self) -> tf.Tensor:
+        """True in a `fit`, or in a run that the user began."""
+        return (self.in_fit > 0) | tf.equal(self.epochs, 0)
+
     def remaining_fraction(self, update: tf.Tensor) -> tf.Tensor:
         """`clip(1 - (t - start) / length, 0, 1)`; 1 for an unknown length."""
-        is_used = (self.in_fit > 0) | tf.equal(self.epochs, 0)
         num_done = tf.cast(update, tf.int64) - self.start
         num_done = tf.clip_by_value(num_done, 0, self.length)
-        num_done *= tf.cast(is_used, tf.int64)
+        num_done *= tf.cast(self._is_used(), tf.int64)
         length = tf.cast(tf.maximum(self.length, 1), tf.float32)
         return 1.0 - tf.cast(num_done, tf.float32) / length
 

@@ -181,6 +181,7 @@ class SecondOrderOptimizer(ScheduledOptimizer):
                 self.inner_optimizer,
                 self._scaling,
                 self.rest_optimizer,
+                self.plan,
             )
         self._job.loss_terms = loss_terms
         LossTap.open(model)

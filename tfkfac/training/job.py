@@ -17,6 +17,7 @@ from tfkfac.loss.batch import LossBatch
 from tfkfac.loss.recognition import Verdict
 from tfkfac.loss.shares import LossScaling
 from tfkfac.loss.terms import LossTerms, mean_over
+from tfkfac.schedules.fit_decay import RunPlan
 from tfkfac.training.guards import Streak, count_each
 
 
@@ -136,6 +137,7 @@ class Job:
         loss_terms: Number of terms of a loss that is not computed by
             `compute_loss`, or a function that returns it.
         losses: Log of the likelihoods that the losses matched.
+        plan: Start and length of the training run.
     """
 
     def __init__(
@@ -145,10 +147,12 @@ class Job:
         inner_optimizer: keras.optimizers.Optimizer,
         scaling: LossScaling | None = None,
         rest_optimizer: keras.optimizers.Optimizer | None = None,
+        plan: RunPlan | None = None,
     ) -> None:
         self.name = name
         self.inner_optimizer = inner_optimizer
         self.rest_optimizer = rest_optimizer
+        self.plan = plan or RunPlan()
         self.scaling = LossScaling(name) if scaling is None else scaling
         self.loss_terms: int | Callable[[], tf.Tensor] | None = None
         self.losses = LossLog()
