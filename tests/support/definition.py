@@ -81,21 +81,27 @@ class Spectral:
         return scale * D, float(scale**2 * np.sum(Q**2))
 
     def multiplier(
-        self, squares: float, form: float, loss: float, step: int
+        self,
+        squares: float,
+        form: float,
+        loss: float,
+        step: int,
+        labels: int = 1,
     ) -> float:
-        """Return r, with n = 1 and H = 0.
+        """Return r, with H = 0.
 
         Args:
             squares: Sum of `|Q|^2` over the layers.
             form: `D^T F D`.
             loss: L.
             step: Number of the step; the first is 1.
+            labels: n.
         """
         new = max(form / squares, 1e-3)
         self._ratio = max(new, 0.9 * self._ratio + 0.1 * new)
-        kappa = max(0.07, min(0.6 * math.sqrt(loss), 0.45))
+        kappa = min(0.6 * math.sqrt(loss), 0.45 * math.sqrt(labels))
         length = math.sqrt(self._ratio * squares)
-        return max(0.006, min(1, step / 10) * kappa / length)
+        return max(0.006, min(1, step / 10) * max(0.07, kappa) / length)
 
 
 def polar(X: Array) -> Array:
