@@ -100,6 +100,41 @@ class Case:
         }
         return self.factor.multiply(inverse, tf.constant(gradient), side)
 
+    def root(self, damping: Any) -> Array:
+        """R of the inverse: `L^-T` of a Cholesky factor, else symmetric."""
+        shift = np.asarray(damping)[..., None, None] * np.eye(self.size)
+        if isinstance(self.factor, (Dense, Stack)):
+            inverse = np.linalg.inv(np.linalg.cholesky(self.matrix + shift))
+            return np.asarray(np.swapaxes(inverse, -1, -2))
+        values, vectors = np.linalg.eigh(self.matrix + shift)
+        scaled = vectors / np.sqrt(values)[..., None, :]
+        return np.asarray(scaled @ np.swapaxes(vectors, -1, -2))
+
+    def whitened(self, damping: Any, gradient: Array, side: str) -> Array:
+        """Multiply a gradient by R, `R^T W` or `W R`."""
+        R = self.root(damping)
+        left = np.swapaxes(R, -1, -2)
+        return left @ gradient if side == "left" else gradient @ R
+
+    def by_root(
+        self, damping: Any, gradient: Any, side: str, back: bool = False
+    ) -> tf.Tensor:
+        """Compute a product with R by `root` and `multiply_root`."""
+        shift = tf.cast(damping, self.value.dtype)
+        root = self.factor.root(self.value, shift)
+        assert {k: v.shape for k, v in root.items()} == {
+            k: part.shape for k, part in self.factor.root_parts().items()
+        }
+        matrix = tf.constant(gradient)
+        return self.factor.multiply_root(root, matrix, side, back)
+
+    def by_both_roots(
+        self, damping: Any, gradient: Any, side: str
+    ) -> tf.Tensor:
+        """Compute `solution` by both products with R."""
+        inside = self.by_root(damping, gradient, side)
+        return self.by_root(damping, inside, side, back=True)
+
     def by_eigen(self, damping: Any, gradient: Any, side: str) -> tf.Tensor:
         """Compute `solution` by `eigen` and `rotate`."""
         eigen = self.factor.eigen(self.value)
@@ -153,12 +188,13 @@ def test_gram(factor: Any) -> None:
 @few
 @given(FACTORS)
 def test_pack_and_unpack(factor: Any) -> None:
-    case = Case(factor)
-    inverse = factor.inverse(case.value, tf.constant(0.1, tf.float64))
-    parts = factor.inverse_parts()
+    case, damping = Case(factor), tf.constant(0.1, tf.float64)
+    inverse = factor.inverse(case.value, damping)
+    root = factor.root(case.value, damping)
     for part, value in [
         (factor.storage, case.value),
-        *((parts[key], inverse[key]) for key in parts),
+        *((part, inverse[k]) for k, part in factor.inverse_parts().items()),
+        *((part, root[k]) for k, part in factor.root_parts().items()),
     ]:
         packed = part.pack(value)
         assert packed.shape == part.packed_shape
@@ -168,12 +204,15 @@ def test_pack_and_unpack(factor: Any) -> None:
 @few
 @given(FACTORS, SIDES)
 def test_solutions(factor: Any, side: str) -> None:
-    """The damping may be a scalar; for `inverse` also one per matrix."""
+    """The damping is a scalar or, but for `eigen`, one per matrix."""
     case = Case(factor)
     gradient = case.gradient(side)
     for damping in (case.rng.uniform(0.1, 1.0, case.stack), np.float64(0.3)):
         want = case.solution(damping, gradient, side)
         assert_close(case.by_inverse(damping, gradient, side), want, 1e-9)
+        assert_close(case.by_both_roots(damping, gradient, side), want, 1e-9)
+        want = case.whitened(damping, gradient, side)
+        assert_close(case.by_root(damping, gradient, side), want, 1e-9)
     want = case.solution(np.full(case.stack, 0.1), gradient, side)
     assert_close(case.by_eigen(0.1, gradient, side), want, 1e-8)
     if not isinstance(factor, LowRank):
@@ -192,6 +231,7 @@ def test_result_is_not_finite(factor: Any) -> None:
         value[..., -1] = bad
         for parts in (
             factor.inverse(tf.constant(value), damping),
+            factor.root(tf.constant(value), damping),
             factor.eigen(tf.constant(value)),
         ):
             assert not all(np.isfinite(v).all() for v in parts.values())
@@ -240,18 +280,23 @@ def test_explained(factor: Any) -> None:
 
 def test_multiply_takes_any_number_of_rows() -> None:
     """The number of rows may be dynamic."""
-    case, damping = Case(WIDE), np.float64(0.3)
-    inverse = WIDE.inverse(case.value, tf.constant(damping))
+    case, damping = Case(WIDE), tf.constant(0.3, tf.float64)
+    inverse = WIDE.inverse(case.value, damping)
+    root = WIDE.root(case.value, damping)
     signature = [tf.TensorSpec([None, case.size], tf.float64)]
 
     @tf.function(input_signature=signature)
-    def multiply(rows: tf.Tensor) -> tf.Tensor:
-        return WIDE.multiply(inverse, rows, "right")
+    def multiply(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        product = WIDE.multiply(inverse, rows, "right")
+        return product, WIDE.multiply_root(root, rows, "right")
 
     for count in (0, 1, 30):
         rows = case.rng.normal(size=(count, case.size))
-        want = case.solution(damping, rows, "right")
-        np.testing.assert_allclose(multiply(rows), want, atol=1e-9)
+        product, whitened = multiply(rows)
+        want = case.solution(0.3, rows, "right")
+        np.testing.assert_allclose(product, want, atol=1e-9)
+        want = rows @ case.root(0.3)
+        np.testing.assert_allclose(whitened, want, atol=1e-9)
 
 
 def test_eigenvectors_are_orthonormal_or_zero() -> None:
@@ -278,6 +323,7 @@ def test_fewer_rows_than_columns(count: int) -> None:
         for result in (
             case.by_eigen(damping, cast, "left"),
             case.by_inverse(damping, cast, "left"),
+            case.by_both_roots(damping, cast, "left"),
         ):
             assert result.dtype == dtype
             assert_close(result, want, tolerance)
@@ -290,13 +336,17 @@ def test_inverse_in_half_precision() -> None:
         case.matrix = scale * case.matrix
         damping = np.float64(0.3 * scale)
         value = tf.cast(scale * case.value, tf.float32)
-        inverse = WIDE.inverse(value, tf.cast(damping, tf.float32))
-        stored = WIDE.for_products(
-            {k: tf.cast(v, tf.bfloat16) for k, v in inverse.items()}, tf.float32
-        )
         gradient = case.gradient("left")
-        result = WIDE.multiply(stored, tf.cast(gradient, tf.float32), "left")
-        assert_close(result, case.solution(damping, gradient, "left"), 0.02)
+        matrix = tf.cast(gradient, tf.float32)
+        for decompose, multiply, want in (
+            (WIDE.inverse, WIDE.multiply, case.solution),
+            (WIDE.root, WIDE.multiply_root, case.whitened),
+        ):
+            exact = decompose(value, tf.cast(damping, tf.float32))
+            half = {k: tf.cast(v, tf.bfloat16) for k, v in exact.items()}
+            stored = WIDE.for_products(half, tf.float32)
+            result = multiply(stored, matrix, "left")
+            assert_close(result, want(damping, gradient, "left"), 0.02)
 
 
 def test_products_in_half_precision() -> None:

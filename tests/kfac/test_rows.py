@@ -22,6 +22,7 @@ from tests.support.reference import (
     Array,
     append_one,
     clip_factor,
+    inverse_root,
     inverse_solve,
 )
 from tests.support.small import gradients_of
@@ -104,6 +105,17 @@ def numpy_blocks(
     return blocks, nats
 
 
+def curvature(weights: list[Array], D: list[Array], x: Array) -> float:
+    """`D^T F D` of the network; the Hessian of the loss of a row is I."""
+    kernels, biases = weights[::2], weights[1::2]
+    t = np.zeros_like(x)
+    for W, b, d in zip(kernels, biases, D, strict=True):
+        z, t = x @ W + b, t @ W + append_one(x) @ d
+        x = np.tanh(z)
+        last, t = t, t * (1 - x**2)
+    return float(np.sum(last**2) / len(x))
+
+
 def moved(weights: list[Array], changes: Any) -> list[Array]:
     """Add matrices to the weights; the last row is for the bias."""
     parts = [part for d in changes for part in (d[:-1], d[-1])]
@@ -144,7 +156,7 @@ def test_spectral_steps() -> None:
     mu, block, every = 0.75, 4, 2
     sizes = [6, 64, 6, 64, 6]
     data = [batch(rows) for rows in sizes]
-    rule = definition.Spectral(lambda _: 1.0)
+    rule = definition.Spectral(inverse_root)
     with floats("float64"), exact_polar_factors(block):
         model = network()
         want = model.get_weights()
@@ -152,14 +164,22 @@ def test_spectral_steps() -> None:
         for k, (x, y) in enumerate(data):
             blocks, nats = numpy_blocks(want, x, y)
             factors = blocks if k % every == 0 else factors
-            pairs = {}
-            for i, ((W, *_), (_, A, G)) in enumerate(
-                zip(blocks, factors, strict=True)
-            ):
-                N = rule.add(i, W)
-                pairs[i] = N, inverse_solve(N, A, G, DAMPING)
-            changes = rule.changes(pairs, DAMPING, nats, k)
-            want = moved(want, changes.values())
+            pairs = [
+                rule.direction(i, W, (A, G), DAMPING)
+                for i, ((W, *_), (_, A, G)) in enumerate(
+                    zip(blocks, factors, strict=True)
+                )
+            ]
+            D = [d for d, _ in pairs]
+            rows = definition.quarter(range(len(x)), k)
+            r = rule.multiplier(
+                sum(square for _, square in pairs),
+                curvature(want, D, x[rows]),
+                nats,
+                k + 1,
+                OUTPUTS,
+            )
+            want = moved(want, [-r * d for d in D])
         kfac = tfkfac.KFAC(
             damping=DAMPING,
             fisher="empirical",

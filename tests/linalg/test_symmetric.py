@@ -12,6 +12,7 @@ from tfkfac.linalg.symmetric import (
     band_shapes,
     bands,
     damped_inverse,
+    damped_inverse_root,
     eigh,
     from_bands,
 )
@@ -20,7 +21,12 @@ DTYPES = ["float32", "float64"]
 
 
 @pytest.mark.parametrize(
-    "function", [lambda m: eigh(m)[0], lambda m: damped_inverse(m, 0.1)]
+    "function",
+    [
+        lambda m: eigh(m)[0],
+        lambda m: damped_inverse(m, 0.1),
+        lambda m: damped_inverse_root(m, 0.1),
+    ],
 )
 def test_non_finite_input_gives_non_finite_output(function: Any) -> None:
     """An exception would end training."""
@@ -74,6 +80,20 @@ def test_inverse(size: int, dtype: str) -> None:
     assert got.dtype == dtype
     assert_close(got, want, 1e-4 if dtype == "float32" else 1e-12)
     np.testing.assert_array_equal(got, got.T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 5, 383, 384, 401])
+def test_inverse_root(size: int, dtype: str) -> None:
+    """`L^-T` of the Cholesky factor L, for one damping per matrix."""
+    stack = np.stack([gram(size, 3 * size, i, dtype) for i in range(2)])
+    shifts = np.array([0.1, 2.0])
+    got = damped_inverse_root(tf.constant(stack), tf.constant(shifts, dtype))
+    damped = stack + shifts[:, None, None] * np.eye(size)
+    want = np.linalg.inv(np.linalg.cholesky(damped)).swapaxes(-1, -2)
+    assert got.dtype == dtype
+    assert_close(got, want, 1e-4 if dtype == "float32" else 1e-12)
+    np.testing.assert_array_equal(got, np.triu(got))
 
 
 @pytest.mark.parametrize("size", [3, 390])
@@ -139,9 +159,12 @@ def test_singular_matrix_without_damping(
 def test_zero_matrices() -> None:
     """Without damping the inverse is I, with damping I / damping."""
     identity = np.broadcast_to(np.eye(2), (3, 2, 2))
-    for shift, scale in ((0.0, 1), (0.25, 4)):
-        got = damped_inverse(tf.zeros([3, 2, 2]), tf.fill([3], shift))
-        np.testing.assert_allclose(got, scale * identity, rtol=1e-6)
+    for shift, scale in ((0.0, 1), (0.25, 2)):
+        arguments = tf.zeros([3, 2, 2]), tf.fill([3], shift)
+        inverse = damped_inverse(*arguments)
+        root = damped_inverse_root(*arguments)
+        np.testing.assert_allclose(inverse, scale**2 * identity, rtol=1e-6)
+        np.testing.assert_allclose(root, scale * identity, rtol=1e-6)
 
 
 def test_inverse_of_an_indefinite_matrix_is_nan() -> None:

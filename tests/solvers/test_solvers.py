@@ -19,10 +19,11 @@ import tfkfac
 from tests.support.harness import assert_close
 from tests.support.reference import Array
 from tests.support.small import curvature
-from tfkfac.blocks import Block
+from tfkfac.blocks import Block, MatrixGradient
 from tfkfac.blocks.registry import build_registry
 from tfkfac.saving.entries import FORMAT_SECTION, SHARE, STATE
 from tfkfac.solvers import InverseSolver, Solver
+from tfkfac.solvers.registry import make_solver
 
 SOLVERS = ["inverse", "eigen"]
 # Cases for the solvers of `tests.support.printed`.
@@ -167,15 +168,16 @@ SETTINGS: list[tuple[float, dict[str, float]]] = [
     (0.05, {"A": 20.0, "G": 1e-3}),
     (1e-3, {"A": 1e-2, "G": 5.0}),
 ]
-
-
-@pytest.mark.parametrize(
+of_all_solvers = pytest.mark.parametrize(
     ("case", "solver"),
     [
         *itertools.product(CASES, SOLVERS),
         *itertools.product(PRINTED_CASES, ["plain_inverse", "eigen_outer"]),
     ],
 )
+
+
+@of_all_solvers
 def test_step_solves_the_damped_block(case: str, solver: str) -> None:
     """For factors of all scales and for small, large and no damping."""
     bench = Bench(case, solver, 1.0)
@@ -206,6 +208,32 @@ def test_step_solves_the_damped_block(case: str, solver: str) -> None:
     rank_1 = {k: second_moments(s, bench.rng, 1) for k, s in shapes.items()}
     bench.put(rank_1)
     bench.descent_step()
+
+
+@of_all_solvers
+def test_roots(case: str, solver: str) -> None:
+    """`R R^T` is the inverse of the damped block, and `X = R^T W`."""
+    bench, roots = Bench(case, solver, 1.0), make_solver(solver, by_roots=True)
+    block = bench.block
+    for value, scales in SETTINGS:
+        factors = bench.random_factors(scales)
+        tensors = {k: tf.constant(factor) for k, factor in factors.items()}
+        means = {k: tf.constant(mean_eigenvalue(factors[k])) for k in factors}
+        damping = tf.constant(value, tf.float64)
+        parts = roots.decompose(block.factors, tensors, means, damping)
+        parts = roots.combine(parts, damping)
+        assert {k: part.shape for k, part in parts.items()} == {
+            k: part.shape for k, part in roots.kept(block.factors).items()
+        }
+        W = bench.rng.normal(size=block.gradient_shape)
+        gradient = MatrixGradient(tf.constant(W))
+        X = roots.apply(block.factors, parts, gradient).matrix
+        P = roots.apply_back(block.factors, parts, X)
+        want = solve(damped(block, factors, solver, value), W)
+        assert_close(P, want, 1e-9)
+        # W^T R R^T W = |R^T W|^2
+        products = np.sum(W * want, (-2, -1))
+        assert_close(np.sum(X.numpy() ** 2, (-2, -1)), products, 1e-9)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -7,7 +7,7 @@ rows of the layer's owner. The model is `training.cnn`.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,12 +19,15 @@ from tests.support.reference import (
     clip_factor,
     cross_entropy,
     cross_entropy_gradient,
+    eigen_root,
     eigen_solve,
     factors,
     gradient,
+    inverse_root,
     inverse_solve,
     patches,
     sgd,
+    softmax,
 )
 from tests.support.training import (
     ADAM_RATE,
@@ -42,6 +45,7 @@ from tests.support.training import (
 )
 
 SOLVES = {"eigen": eigen_solve, "inverse": inverse_solve}
+ROOTS = {"eigen": eigen_root, "inverse": inverse_root}
 LAYERS = "conv", "hidden", "logits"
 Rate = Callable[[int], float]
 
@@ -49,48 +53,68 @@ Rate = Callable[[int], float]
 class Spectral:
     """Spectral steps with polar factors from singular values.
 
-    Attributes:
-        rate: Function from the iteration to the learning rate.
+    Args:
+        root: Item of `ROOTS`.
     """
 
-    def __init__(self, rate: Rate) -> None:
-        self.rate = rate
-        self._before: dict[int, Array] = {}
+    def __init__(self, root: Callable[..., Array]) -> None:
+        self._root = root
+        self._momenta: dict[int, Array] = {}
+        self._ratio = 0.0
 
-    def add(self, layer: int, W: Array) -> Array:
-        """Return Nesterov's momentum N."""
-        M = SPECTRAL_MOMENTUM * self._before.get(layer, 0.0) + W
-        self._before[layer] = M
-        return np.asarray(W + SPECTRAL_MOMENTUM * M)
+    def direction(
+        self, layer: int, W: Array, factors: Sequence[Array], damping: float
+    ) -> tuple[Array, float]:
+        """Return D with the RMS 0.2, and the equally scaled `|Q|^2`.
 
-    def polar(self, P: Array) -> Array:
-        """Return the polar factor D of each block of columns; 0 stays 0."""
-        columns = P.shape[1]
-        widths = range(min(BLOCK, columns), 0, -1)
-        width = next(k for k in widths if columns % k == 0)
-        blocks = []
-        for start in range(0, columns, width):
-            block = P[:, start : start + width]
-            u, s, vt = np.linalg.svd(block, full_matrices=False)
-            blocks.append((u * (s > 1e-9 * s.max())) @ vt)
-        return np.concatenate(blocks, axis=1)
+        Without factors, the root is the identity.
+        """
+        M = SPECTRAL_MOMENTUM * self._momenta.get(layer, 0.0) + W
+        self._momenta[layer] = M
+        X = W + SPECTRAL_MOMENTUM * M
+        if factors:
+            X = self._root(X, *factors, damping)
+        D = Q = polar(X)
+        if factors:
+            D = self._root(Q, *factors, damping, back=True)
+        scale = 0.2 * math.sqrt(D.size) / np.linalg.norm(D)
+        return scale * D, float(scale**2 * np.sum(Q**2))
 
-    def changes(
+    def multiplier(
         self,
-        pairs: Mapping[int, tuple[Array, Array]],
-        damping: float,
+        squares: float,
+        form: float,
         loss: float,
-        iteration: int,
-    ) -> dict[int, Array]:
-        """Return the changes of the weights from N and P by layer."""
-        D = {layer: self.polar(P) for layer, (_, P) in pairs.items()}
-        gain = sum(np.sum(D[k] * N) for k, (N, _) in pairs.items())
-        natural = sum(np.sum(P * N) for N, P in pairs.values())
-        # Lower bounds of the Fisher length of all D.
-        size = sum(np.sum(d**2) for d in D.values())
-        length = max(gain / math.sqrt(natural), math.sqrt(damping * size))
-        kappa = max(0.07, math.sqrt(0.005 * loss)) * self.rate(iteration)
-        return {layer: -kappa / length * d for layer, d in D.items()}
+        step: int,
+        labels: int = 1,
+    ) -> float:
+        """Return r, with H = 0.
+
+        Args:
+            squares: Sum of `|Q|^2` over the layers.
+            form: `D^T F D`.
+            loss: L.
+            step: Number of the step; the first is 1.
+            labels: n.
+        """
+        new = max(form / squares, 1e-3)
+        self._ratio = max(new, 0.9 * self._ratio + 0.1 * new)
+        kappa = min(0.6 * math.sqrt(loss), 0.45 * math.sqrt(labels))
+        length = math.sqrt(self._ratio * squares)
+        return max(0.006, min(1, step / 10) * max(0.07, kappa) / length)
+
+
+def polar(X: Array) -> Array:
+    """Return the polar factor of each block of columns; 0 stays 0."""
+    columns = X.shape[1]
+    widths = range(min(BLOCK, columns), 0, -1)
+    width = next(k for k in widths if columns % k == 0)
+    blocks = []
+    for start in range(0, columns, width):
+        block = X[:, start : start + width]
+        u, s, vt = np.linalg.svd(block, full_matrices=False)
+        blocks.append((u * (s > 1e-9 * s.max())) @ vt)
+    return np.concatenate(blocks, axis=1)
 
 
 def by_definition(
@@ -136,7 +160,7 @@ def by_definition(
     )
     if rest_optimizer is not None:
         rest = adam(lambda n: ADAM_RATE * float(warm_up(n)), betas=BETAS)
-    spectral = Spectral(multiplier) if step == "spectral" else None
+    spectral = Spectral(ROOTS[solver]) if step == "spectral" else None
     kernels, biases = start[::2], start[1::2]
     weights = [
         np.concatenate([kernel.reshape(-1, len(bias)), bias[None]], dtype=float)
@@ -153,10 +177,6 @@ def by_definition(
         covered = [
             k for k, name in enumerate(LAYERS) if name not in skip_layers
         ]
-        given = {k: plain[k] for k in covered}
-        if spectral is not None:
-            given = {k: spectral.add(k, W) for k, W in given.items()}
-        new = dict(given)
         for layer in covered:
             rows = everyone if owners is None else by_worker[owners[layer]]
             # The first factors and inverses are computed at once. Without any
@@ -169,22 +189,37 @@ def by_definition(
                 current[layer] = [old.update(value) for old, value in pairs]
             if iteration % inverse_update_interval == 0 or not used[layer]:
                 used[layer] = current[layer]
-            if used[layer]:
-                new[layer] = SOLVES[solver](given[layer], *used[layer], damping)
         if spectral is not None:
-            logits = records[-1][0][:, 0] @ weights[-1]
-            both = {k: (given[k], new[k]) for k in covered}
-            loss = cross_entropy(logits, y[everyone])
-            changes = spectral.changes(both, damping, loss, iteration)
-        else:
-            nu = clip_factor(
-                [(new[k], given[k]) for k in covered], rate, kl_clip
+            D, squares = [np.zeros_like(w) for w in weights], 0.0
+            for k in covered:
+                D[k], square = spectral.direction(k, plain[k], used[k], damping)
+                squares += square
+            form = sum(
+                len(rows)
+                / len(everyone)
+                * curvature(weights, D, x[quarter(rows, iteration)])
+                for rows in by_worker
+                if rows
             )
-            changes = {
-                k: rule(nu * new[k], weights[k], slots[k], iteration + 1)
+            logits = records[-1][0][:, 0] @ weights[-1]
+            loss = cross_entropy(logits, y[everyone])
+            r = spectral.multiplier(squares, form, loss, iteration + 1)
+            changes = {k: -r * multiplier(iteration) * D[k] for k in covered}
+        else:
+            new = {
+                k: SOLVES[solver](plain[k], *used[k], damping)
+                if used[k]
+                else plain[k]
                 for k in covered
             }
-        for layer in plain.keys() - given.keys():
+            nu = clip_factor(
+                [(P, plain[k]) for k, P in new.items()], rate, kl_clip
+            )
+            changes = {
+                k: rule(nu * P, weights[k], slots[k], iteration + 1)
+                for k, P in new.items()
+            }
+        for layer in plain.keys() - changes.keys():
             changes[layer] = rest(
                 plain[layer], weights[layer], slots[layer], iteration + 1
             )
@@ -197,18 +232,43 @@ def by_definition(
     ]
 
 
+def forward(weights: Sequence[Array], x: Array) -> list[Array]:
+    """Return the inputs of each layer, with the bias's 1."""
+    conv, hidden, _ = weights
+    p = patches(x, (3, 3), (1, 1), (1, 1), "valid")
+    a0 = append_one(p.reshape(*p.shape[:2], -1))
+    a1 = append_one(np.tanh(a0 @ conv).reshape(len(x), -1))
+    return [a0, a1, append_one(np.tanh(a1 @ hidden))]
+
+
 def backward(
     weights: Sequence[Array], x: Array, y: Array
 ) -> list[tuple[Array, Array]]:
     """Return each layer's inputs and gradients, `(batch, shared, features)`."""
-    conv, hidden, logits = weights
-    p = patches(x, (3, 3), (1, 1), (1, 1), "valid")
-    a0 = append_one(p.reshape(*p.shape[:2], -1))
-    h0 = np.tanh(a0 @ conv)
-    a1 = append_one(h0.reshape(len(x), -1))
-    h1 = np.tanh(a1 @ hidden)
-    a2 = append_one(h1)
+    a0, a1, a2 = forward(weights, x)
+    _, hidden, logits = weights
     g2 = cross_entropy_gradient(a2 @ logits, y)
-    g1 = (g2 @ logits[:-1].T) * (1 - h1**2)
-    g0 = (g1 @ hidden[:-1].T).reshape(h0.shape) * (1 - h0**2)
+    g1 = (g2 @ logits[:-1].T) * (1 - a2[:, :-1] ** 2)
+    g0 = (g1 @ hidden[:-1].T) * (1 - a1[:, :-1] ** 2)
+    g0 = g0.reshape(*a0.shape[:2], -1)
     return [(a0, g0), (a1[:, None], g1[:, None]), (a2[:, None], g2[:, None])]
+
+
+def curvature(weights: Sequence[Array], D: Sequence[Array], x: Array) -> float:
+    """Return `D^T F D` of the Gauss-Newton matrix F of the mean loss."""
+    a0, a1, a2 = forward(weights, x)
+    _, hidden, logits = weights
+    # Derivatives along D of the outputs of each layer.
+    t = (a0 @ D[0]).reshape(len(x), -1)
+    t = t * (1 - a1[:, :-1] ** 2) @ hidden[:-1] + a1 @ D[1]
+    t = t * (1 - a2[:, :-1] ** 2) @ logits[:-1] + a2 @ D[2]
+    p = softmax(a2 @ logits)
+    variances = np.sum(p * t**2, -1) - np.sum(p * t, -1) ** 2
+    return float(variances.mean())
+
+
+def quarter(rows: Sequence[int], offset: int) -> list[int]:
+    """Return the evenly spaced rows of which F is computed."""
+    count = max(1, math.ceil(len(rows) / 4))
+    first = offset * count % len(rows)
+    return [rows[(first + i * len(rows)) // count] for i in range(count)]

@@ -121,20 +121,48 @@ def dense_solve(W: Array, A: Array, G: Array, damping: float) -> Array:
     return np.asarray(np.linalg.solve(curvature, W.ravel()).reshape(W.shape))
 
 
-def eigen_solve(W: Array, A: Array, G: Array, damping: float) -> Array:
-    """Return the result of `dense_solve` from eigendecompositions."""
+def eigen_solve(
+    W: Array, A: Array, G: Array, damping: float, power: float = 1.0
+) -> Array:
+    """Return `(A (x) G + damping I)^-power vec(W)` by eigendecompositions."""
     va, qa = np.linalg.eigh(A)
     vg, qg = np.linalg.eigh(G)
-    d = np.outer(np.maximum(va, 0), np.maximum(vg, 0)) + damping
+    d = (np.outer(np.maximum(va, 0), np.maximum(vg, 0)) + damping) ** power
     return np.asarray(qa @ ((qa.T @ W @ qg) / d) @ qg.T)
+
+
+def damped_factors(A: Array, G: Array, damping: float) -> tuple[Array, Array]:
+    """Return `A + pi sqrt(d) I` and `G + sqrt(d)/pi I` of the damping d."""
+    pi = math.sqrt((np.trace(A) / len(A)) / (np.trace(G) / len(G)))
+    root = math.sqrt(damping)
+    return A + pi * root * np.eye(len(A)), G + root / pi * np.eye(len(G))
 
 
 def inverse_solve(W: Array, A: Array, G: Array, damping: float) -> Array:
     """Solve with factored damping, split by pi between the factors."""
-    pi = math.sqrt((np.trace(A) / len(A)) / (np.trace(G) / len(G)))
-    root = math.sqrt(damping)
-    left = np.linalg.solve(A + pi * root * np.eye(len(A)), W)
-    return np.asarray(np.linalg.solve(G + root / pi * np.eye(len(G)), left.T).T)
+    A, G = damped_factors(A, G, damping)
+    return np.asarray(np.linalg.solve(G, np.linalg.solve(A, W).T).T)
+
+
+def eigen_root(
+    W: Array, A: Array, G: Array, damping: float, back: bool = False
+) -> Array:
+    """Multiply by the symmetric root of `(A (x) G + damping I)^-1`."""
+    return eigen_solve(W, A, G, damping, 0.5)
+
+
+def inverse_root(
+    W: Array, A: Array, G: Array, damping: float, back: bool = False
+) -> Array:
+    """Return `R_A^T W R_G`, or `R_A W R_G^T` if `back`.
+
+    `R_A = L^-T` for the Cholesky factor L of the damped A, likewise `R_G`.
+    """
+    R_A, R_G = (
+        np.linalg.inv(np.linalg.cholesky(M)).T
+        for M in damped_factors(A, G, damping)
+    )
+    return np.asarray(R_A @ W @ R_G.T if back else R_A.T @ W @ R_G)
 
 
 SOLVES = {"eigen": dense_solve, "inverse": inverse_solve}

@@ -23,7 +23,7 @@ from tests.support.options import nested
 from tests.support.reference import Array
 from tests.support.strategies import copies, local_ranks, strategy
 from tfkfac.distributed import collectives
-from tfkfac.kfac import method, placement, spectral
+from tfkfac.kfac import length, method, orthogonal, placement
 
 Result = Mapping[str, Any]
 CLASSES, TOKENS = 3, 6
@@ -304,7 +304,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
 # ----------------------------------------------------------------- patches
 def exact_polar_factors(block: int = BLOCK) -> Any:
     """Patch spectral steps: polar factors that are exact in float64."""
-    return mock.patch.multiple(spectral, BLOCK=block, ITERATIONS=14)
+    return mock.patch.multiple(orthogonal, BLOCK=block, ITERATIONS=14)
 
 
 def least_likely_labels() -> Any:
@@ -326,6 +326,8 @@ PATCHES: dict[str, Callable[[], Any]] = {
     ),
     # A message for each tensor.
     "small buckets": lambda: mock.patch.object(collectives, "BUCKET_BYTES", 1),
+    # Else the Gauss-Newton matrix is that of other rows in a single process.
+    "whole batches": lambda: mock.patch.object(length, "_PART", 1.0),
     "rank 3": lambda: mock.patch.object(method, "FACTOR_RANK", 3),
 }
 

@@ -190,7 +190,9 @@ def orthogonalize(
         )
     places = [layer.position for layer in layers]
     shared = exchange.share_gradients(step.group, sent, places)
-    return _check_directions(layers, plain, [shared[i] for i in places])
+    # A received `|Q|^2` is a vector of one element.
+    results = [[D, tf.reshape(x, [])] for D, x in (shared[i] for i in places)]
+    return _check_directions(layers, plain, results)
 
 
 def row_pairs(

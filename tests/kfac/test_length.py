@@ -1,0 +1,101 @@
+"""The length rule of spectral steps against its formulas."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support.reference import Array
+from tfkfac.kfac.length import SpectralLength
+
+SQUARES = 2.0, 3.0  # |Q|^2 of two blocks
+NAN = float("nan")
+
+
+class Steps:
+    """Steps of the length rule, one for each value of `D^T F D`.
+
+    Attributes:
+        computed: Numbers of the steps that computed `D^T F D`.
+    """
+
+    def __init__(self) -> None:
+        self._length = SpectralLength()
+        self.computed: list[int] = []
+
+    def rates(
+        self, forms: Sequence[float], excess: float = 4.0, labels: float = 1.0
+    ) -> Array:
+        """Return r of each step."""
+        return np.array(
+            [
+                self._rate(step, form, excess, labels)
+                for step, form in enumerate(forms, 1)
+            ]
+        )
+
+    def _rate(
+        self, step: int, form: float, excess: float, labels: float
+    ) -> float:
+        def curvature() -> tf.Tensor:
+            self.computed.append(step)
+            return tf.constant(form, tf.float64)
+
+        rate = self._length.rate(
+            [tf.constant(square) for square in SQUARES],
+            tf.constant(excess, tf.float64),
+            tf.constant(labels, tf.float64),
+            curvature,
+        )
+        return float(rate)
+
+
+@pytest.mark.parametrize(
+    ("excess", "labels", "kappa"),
+    [
+        (4.0, 1, 0.45),
+        (4.0, 9, 1.2),
+        (0.25, 1, 0.3),
+        (0.01, 1, 0.07),
+        (-0.5, 1, 0.07),  # L is below H only by rounding
+        (NAN, 1, 0.07),
+        (np.inf, 1, 0.07),
+    ],
+)
+def test_length_by_loss_and_labels(
+    excess: float, labels: int, kappa: float
+) -> None:
+    """The first ten steps are shorter; r is at least 0.006."""
+    rates = Steps().rates([20.0] * 12, excess, labels)
+    warmup = np.minimum(np.arange(1, 13) / 10, 1)
+    want = np.maximum(0.006, warmup * kappa / np.sqrt(20))
+    np.testing.assert_allclose(rates, want, rtol=1e-12)
+
+
+def test_ratio_remembers_large_values() -> None:
+    """A form that is not finite is ignored; a ratio is at least 0.001."""
+    forms = [5.0, 20.0, 10.0, NAN, 1.0, 0.0, -1.0, 1e-9, 40.0, np.inf, 10.0]
+    ratio, want = forms[0] / sum(SQUARES), []
+    for step, form in enumerate(forms, 1):
+        if np.isfinite(form):
+            new = max(form / sum(SQUARES), 1e-3)
+            ratio = max(new, 0.9 * ratio + 0.1 * new)
+        kappa = min(step / 10, 1) * 0.45
+        want.append(kappa / np.sqrt(ratio * sum(SQUARES)))
+    np.testing.assert_allclose(Steps().rates(forms), want, rtol=1e-12)
+
+
+def test_first_form_has_no_predecessor() -> None:
+    """Not even the initial ratio, 1."""
+    want = 0.1 * 0.45 / np.sqrt(0.1)
+    assert Steps().rates([0.1])[0] == pytest.approx(want)
+
+
+def test_steps_that_compute_the_form() -> None:
+    """The first 100, then each tenth."""
+    steps = Steps()
+    rates = steps.rates([5.0] * 100 + [20.0] * 25)
+    assert steps.computed == [*range(1, 101), 110, 120]
+    np.testing.assert_allclose(rates[108], rates[99], rtol=1e-12)
+    np.testing.assert_allclose(rates[109:], rates[99] / 2, rtol=1e-12)
