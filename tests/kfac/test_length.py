@@ -20,8 +20,9 @@ class Steps:
         computed: Numbers of the steps that computed `D^T F D`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, updates: int = 400) -> None:
         self._length = SpectralLength()
+        self._updates = tf.constant(updates, tf.int64)
         self.computed: list[int] = []
 
     def rates(
@@ -47,6 +48,7 @@ class Steps:
             tf.constant(excess, tf.float64),
             tf.constant(labels, tf.float64),
             curvature,
+            self._updates,
         )
         return float(rate)
 
@@ -71,6 +73,18 @@ def test_length_by_loss_and_labels(
     warmup = np.minimum(np.arange(1, 13) / 10, 1)
     want = np.maximum(0.006, warmup * kappa / np.sqrt(20))
     np.testing.assert_allclose(rates, want, rtol=1e-12)
+
+
+@pytest.mark.parametrize("form", [20.0, 2e5])
+@pytest.mark.parametrize(
+    ("updates", "want"), [(1, 1), (400, 1), (1600, 0.5), (10_000, 0.2)]
+)
+def test_steps_of_long_runs_are_shorter(
+    form: float, updates: int, want: float
+) -> None:
+    """Both the length in the metric and the least length."""
+    rates, others = (Steps(n).rates([form] * 12) for n in (updates, 400))
+    np.testing.assert_allclose(rates, want * others, rtol=1e-12)
 
 
 def test_ratio_remembers_large_values() -> None:
