@@ -8,6 +8,7 @@ reduced.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfkfac.compat.losses import LossCall, is_divergence, loss_arguments
@@ -82,10 +83,15 @@ def _labels(call: LossCall, likelihood: str | None) -> tf.Tensor:
 def _entropy(call: LossCall, likelihood: str | None) -> tf.Tensor:
     """Return the weighted sum of the entropies of the targets of all terms."""
     y = call.y_true
-    is_known = likelihood in (*_OF_CLASSES, *_OF_BITS) and tf.is_tensor(y)
+    is_known = likelihood in (*_OF_CLASSES, *_OF_BITS)
+    is_known &= isinstance(y, (tf.Tensor, tf.Variable, np.ndarray))
     # The divergence of a target from itself is 0.
-    if not is_known or not y.dtype.is_floating or is_divergence(call.loss):
+    if not is_known or is_divergence(call.loss):
         return tf.zeros([], tf.float64)
+    y = tf.convert_to_tensor(y)
+    # Integer targets may be smoothed; half precision would round the sums.
+    if not y.dtype.is_floating or y.dtype.size < 4:
+        y = tf.cast(y, tf.float32)
     smoothing = tf.cast(
         loss_arguments(call.loss).get("label_smoothing", 0.0), y.dtype
     )
@@ -93,7 +99,7 @@ def _entropy(call: LossCall, likelihood: str | None) -> tf.Tensor:
         y = y * (1 - smoothing) + smoothing / 2
         entropies = _xlogx(y) + _xlogx(1 - y)
     elif y.shape.rank != call.y_pred.shape.rank:
-        return tf.zeros([], tf.float64)  # classes as floats
+        return tf.zeros([], tf.float64)  # classes
     else:
         y = y * (1 - smoothing)
         y += smoothing / tf.cast(tf.shape(y)[-1], y.dtype)
@@ -116,6 +122,8 @@ def _weighted_sum(entropies: tf.Tensor, call: LossCall) -> tf.Tensor:
                 weights = tf.cast(weights, entropies.dtype)
                 if weights.shape.rank == rank + 1:
                     weights = tf.squeeze(weights, -1)
+                elif weights.shape.rank == rank - 1:
+                    weights = tf.expand_dims(weights, -1)  # as Keras does
                 entropies = tf.math.multiply_no_nan(entropies, weights)
     return tf.cast(tf.reduce_sum(entropies), tf.float64)
 

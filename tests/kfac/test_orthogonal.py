@@ -1,0 +1,153 @@
+"""Spectral steps of matrices without a block."""
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfkfac
+from tests.support.definition import polar
+from tests.support.dtypes import floats
+from tests.support.reference import Array, adam
+from tests.support.small import (
+    CLASSES,
+    assert_same,
+    everything,
+    gradients_of,
+    loss,
+)
+from tests.support.training import exact_polar_factors
+
+TOKENS, LENGTH, ROWS, MU = 7, 5, 12, 0.75
+RNG = np.random.default_rng(0)
+X = RNG.integers(TOKENS, size=(4, ROWS, LENGTH))
+Y = X[..., 0] % CLASSES
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Mix(layers.Layer):
+    """A custom layer with weights of one, two and three axes."""
+
+    def build(self, shape: Any) -> None:
+        self.cube = self.add_weight((2, shape[-1], 4), name="cube")
+        self.row = self.add_weight((1, 4), name="row")
+        self.table = self.add_weight((2, 4), name="position_embedding")
+
+    def call(self, x: Any) -> Any:
+        mixed = tf.einsum("bi,kij->bkj", x, self.cube) * self.row
+        return tf.reshape(tf.tanh(mixed + self.table), [-1, 8])
+
+
+def network() -> Any:
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [
+            keras.Input((LENGTH,), dtype="int32"),
+            layers.Embedding(TOKENS, 4, name="tokens"),
+            layers.LSTM(3, name="lstm"),
+            Mix(name="mix"),
+            layers.Dense(CLASSES, name="logits"),
+        ]
+    )
+
+
+def compiled(**options: Any) -> Any:
+    model = network()
+    options = {"step": "spectral", "momentum": MU} | options
+    model.compile(tfkfac.KFAC(**options), loss(), run_eagerly=True)
+    return model
+
+
+MATRICES = (
+    "lstm/lstm_cell/kernel",
+    "lstm/lstm_cell/recurrent_kernel",
+    "mix/cube",
+)
+REST = (
+    "tokens/embeddings",
+    "lstm/lstm_cell/bias",
+    "mix/row",
+    "mix/position_embedding",
+)
+
+
+def train(model: Any, step: int) -> list[tuple[str, Array, Array]]:
+    """Return path, gradient and change of each weight in a step."""
+    gradients = gradients_of(model, X[step], Y[step])
+    before = model.get_weights()
+    model.train_on_batch(X[step], Y[step])
+    return [
+        (v.path.partition("/")[2], np.array(tf.convert_to_tensor(g)), new - old)
+        for v, g, old, new in zip(
+            model.trainable_variables,
+            gradients,
+            before,
+            model.get_weights(),
+            strict=True,
+        )
+    ]
+
+
+def rms(array: Array) -> float:
+    return float(np.sqrt(np.mean(array**2)))
+
+
+def test_matrices_move_along_their_polar_factors() -> None:
+    """As far as the matrix of a block; all have the RMS 0.2 times r."""
+    momenta = dict.fromkeys(MATRICES, 0.0)
+    with floats("float64"), exact_polar_factors():
+        model = compiled()
+        for step in range(3):
+            results = train(model, step)
+            changes = {path: change for path, _, change in results}
+            kernel, bias = changes["logits/kernel"], changes["logits/bias"]
+            length = rms(np.vstack([kernel, bias]))
+            assert length > 1e-3
+            for path, gradient, change in results:
+                if path in MATRICES:
+                    W = gradient.reshape(-1, gradient.shape[-1])
+                    M = momenta[path] = MU * momenta[path] + W
+                    Q = polar(W + MU * M).reshape(change.shape)
+                    want = -length / rms(Q) * Q
+                    np.testing.assert_allclose(change, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("skip_layers", [(), ("lstm.*",)])
+def test_other_weights_are_left_to_the_rest_optimizer(skip_layers: Any) -> None:
+    """These are vectors, embeddings and skipped layers."""
+    rest, rule = keras.optimizers.Adam(2**-8), adam(2**-8, betas=(0.9, 0.999))
+    model = compiled(rest_optimizer=rest, skip_layers=skip_layers)
+    is_left = {
+        path: path in REST or bool(skip_layers and path.startswith("lstm"))
+        for path in (*REST, *MATRICES)
+    }
+    for path, gradient, change in train(model, 0):
+        if path in is_left:
+            want = rule(gradient, gradient, {}, 1)
+            is_close = np.allclose(change, want, rtol=1e-3, atol=1e-6)
+            assert is_close == is_left[path]
+
+
+def test_a_model_without_blocks() -> None:
+    """All matrices move by the same RMS, and vectors by the rest optimizer."""
+    model = compiled(skip_layers=["logits"])
+    changes = {path: change for path, _, change in train(model, 0)}
+    lengths = [rms(changes[path]) for path in MATRICES]
+    assert lengths[0] > 1e-3
+    np.testing.assert_allclose(lengths, lengths[0], rtol=1e-4)
+
+
+def test_momenta_are_saved(tmp_path: Path) -> None:
+    model = compiled()
+    for step in range(2):
+        train(model, step)
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    again.run_eagerly = True
+    for one in (model, again):
+        train(one, 2)
+    assert_same(everything(again), everything(model))
