@@ -222,6 +222,7 @@ class MeasuringMethod(KFACMethod):
 
     def run(self, step: Step) -> None:
         model, group = step.job.model, step.group
+        calls = ForwardTap.open(model).pop_items()
         weights = model.trainable_variables
         rng = np.random.default_rng(1)
         directions = [
@@ -233,7 +234,7 @@ class MeasuringMethod(KFACMethod):
             total = functools.partial(differentiable_sum, group)
         form = directional_curvature(
             model,
-            LossInputs.of(model, step.batch, step.loss),
+            LossInputs.of(model, step.batch, step.loss, calls),
             weights,
             directions,
             step.loss.unit,

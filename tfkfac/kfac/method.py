@@ -28,7 +28,6 @@ from tfkfac.kfac.active import (
 from tfkfac.kfac.averages import Pending
 from tfkfac.kfac.length import Batch
 from tfkfac.kfac.natural import Natural, count_invalid
-from tfkfac.kfac.orthogonal import plain_matrices
 from tfkfac.kfac.placement import (
     FACTORS,
     INVERSES,
@@ -366,7 +365,9 @@ class KFACMethod(Method):
     def create(self) -> Sequence[Tracked]:
         self._placement = None  # what was seen before the model was built
         placement = self.placement
-        warning = report.coverage_warning(placement.registry, self.job)
+        warning = report.coverage_warning(
+            placement.registry, self.job, self._rule
+        )
         self._advice.give(self.job, warning)
         known = dict(zip(self.job.topology.local, self.states, strict=False))
 
@@ -387,12 +388,9 @@ class KFACMethod(Method):
 
     @override
     def covered(self) -> list[keras.Variable]:
-        blocks = self.placement.blocks
-        covered = [v for block in blocks for v in block.variables]
-        if self._rule.has_momenta:
-            leftovers = self.placement.registry.leftovers
-            covered += [v for _, v in plain_matrices(leftovers)]
-        return covered
+        registry = self.placement.registry
+        covered = [v for block in registry.blocks for v in block.variables]
+        return covered + [v for _, v in self._rule.plain_matrices(registry)]
 
     @override
     def agreement(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfkfac.blocks import Block, LayerGradient, MatrixGradient, RowGradient
 from tfkfac.blocks.embedding import EmbeddingBlock, PositionEmbeddingBlock
+from tfkfac.blocks.registry import Registry
 from tfkfac.compat.functions import shared_call, when
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.exchange import Exchange
@@ -79,6 +80,12 @@ class Natural:
         self.momentum = momentum
         self.damping = damping
         self._clip = clip
+
+    def plain_matrices(
+        self, registry: Registry
+    ) -> list[tuple[str, keras.Variable]]:
+        """Return layer path and variable of matrices trained without a block."""
+        return []
 
     # ------------------------------------------------------------ the step
     def read(self, step: Step, advise: Callable[[str], None]) -> Batch | None:

@@ -1,5 +1,6 @@
 """Warnings and the summary of K-FAC."""
 
+import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -43,15 +44,24 @@ class Advice:
             warnings.warn(text, stacklevel=3)
 
 
-def coverage_warning(registry: Registry, job: Job) -> str | None:
+def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
     """Warning about uncovered weights, or None.
 
     Given if they are over half of the model, or if an uncovered weight is
-    large or belongs to the last layer. Layers of `skip_layers`, and layers
-    that the step rule excludes, do not count.
+    large or belongs to the last layer. Layers of `skip_layers`, layers that
+    the step rule excludes, and matrices that it trains itself do not count.
     """
     intended = SKIPPED, EXCLUDED
-    uncovered = [item for item in registry.left if item.reason not in intended]
+    plain = {id(variable) for _, variable in rule.plain_matrices(registry)}
+    uncovered = [
+        dataclasses.replace(
+            item,
+            variables=tuple(v for v in item.variables if id(v) not in plain),
+        )
+        for item in registry.left
+        if item.reason not in intended
+    ]
+    uncovered = [item for item in uncovered if item.variables]
     covered = registry.covered
     total = covered + sum(item.weights for item in uncovered)
     last = {id(w) for layer in last_layers(job.model) for w in layer.weights}
@@ -143,20 +153,31 @@ def describe(
         lines += table(tuple(header), rows)
     else:
         lines.append("No layer is preconditioned.")
-    if placement.registry.left:
-        role, _ = rest_role_and_class(job)
-        lines += ["", f"Left to the {role} as they are:"]
+    plain = rule.plain_matrices(placement.registry)
+    keys = {id(variable) for _, variable in plain}
+    leftovers = [
+        (left.path, variable, left.reason)
+        for left in placement.registry.left
+        for variable in left.variables
+    ]
+    role, _ = rest_role_and_class(job)
+    for title, is_plain in (
+        ("No curvature, orthogonalised momentum:", True),
+        (f"Left to the {role} as they are:", False),
+    ):
         rows = [
             (
-                left.path or "(model)",
+                path or "(model)",
                 variable.name,
                 f"{count_weights([variable]):,}",
-                left.reason,
+                reason,
             )
-            for left in placement.registry.left
-            for variable in left.variables
+            for path, variable, reason in leftovers
+            if (id(variable) in keys) == is_plain
         ]
-        lines += table(("Layer", "Variable", "Weights", "Reason"), rows)
+        if rows:
+            lines += ["", title]
+            lines += table(("Layer", "Variable", "Weights", "Reason"), rows)
     lines += ["", totals(placement, sizes)]
     return lines
 

@@ -19,13 +19,16 @@ rate s.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks import LayerGradient, MatrixGradient
+from tfkfac.blocks.registry import Registry
 from tfkfac.compat.functions import shared_call, when
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.averages import clear_unused
@@ -41,7 +44,11 @@ from tfkfac.kfac.natural import (
     replace_gradients,
     scale_rows,
 )
-from tfkfac.kfac.orthogonal import orthogonal_factors, plain_directions
+from tfkfac.kfac.orthogonal import (
+    orthogonal_factors,
+    plain_directions,
+    plain_matrices,
+)
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import FIRST, State, StepReport
 from tfkfac.linalg.tensors import all_finite, are_finite, select
@@ -75,6 +82,12 @@ class Spectral(Natural):
     def mu(self) -> float:
         """Decay of the momentum."""
         return _MOMENTUM if self.momentum is None else self.momentum
+
+    @override
+    def plain_matrices(
+        self, registry: Registry
+    ) -> list[tuple[str, keras.Variable]]:
+        return plain_matrices(registry.leftovers)
 
     @override
     def read(self, step: Step, advise: Callable[[str], None]) -> Batch:
@@ -150,7 +163,11 @@ class Spectral(Natural):
 
     @override
     def bytes(self, placement: Placement, rank: int) -> dict[str, int]:
-        return {"momenta": placement.momentum_bytes(rank)}
+        plain = sum(
+            math.prod(variable.shape) * 4
+            for _, variable in self.plain_matrices(placement.registry)
+        )
+        return {"momenta": placement.momentum_bytes(rank) + plain}
 
 
 def orthogonalize(
