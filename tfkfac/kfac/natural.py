@@ -84,7 +84,7 @@ class Natural:
     def plain_matrices(
         self, registry: Registry
     ) -> list[tuple[str, keras.Variable]]:
-        """Return layer path and variable of matrices trained without a block."""
+        """Return path and variable of matrices trained without a block."""
         return []
 
     # ------------------------------------------------------------ the step
