@@ -75,16 +75,20 @@ def test_length_by_loss_and_labels(
     np.testing.assert_allclose(rates, want, rtol=1e-12)
 
 
-@pytest.mark.parametrize("form", [20.0, 2e5])
 @pytest.mark.parametrize(
-    ("updates", "want"), [(1, 1), (400, 1), (1600, 0.5), (10_000, 0.2)]
+    ("updates", "c"), [(1, 1), (400, 1), (1600, 0.5), (10_000, 0.2)]
 )
-def test_steps_of_long_runs_are_shorter(
-    form: float, updates: int, want: float
-) -> None:
-    """Both the length in the metric and the least length."""
-    rates, others = (Steps(n).rates([form] * 12) for n in (updates, 400))
-    np.testing.assert_allclose(rates, want * others, rtol=1e-12)
+def test_steps_of_long_runs_are_shorter(updates: int, c: float) -> None:
+    """In proportion to c, and to its root where the loss bounds the length."""
+    cases = {
+        (20.0, 4.0, 1.0): 0.45 * c / np.sqrt(20),
+        (20.0, 4.0, 1e4): 0.6 * np.sqrt(4 * c / 20),
+        (20.0, 0.0, 1.0): 0.07 * c / np.sqrt(20),
+        (2e6, 4.0, 1.0): 0.006 * c,
+    }
+    for (form, excess, labels), want in cases.items():
+        rates = Steps(updates).rates([form] * 10, excess, labels)
+        assert rates[-1] == pytest.approx(want)
 
 
 def test_ratio_remembers_large_values() -> None:

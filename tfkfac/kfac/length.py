@@ -1,17 +1,16 @@
 """Length of spectral steps.
 
-All directions D of the blocks have the root mean square 0.2, as in Muon. A step
-has the length
+All directions D of the blocks have the root mean square 0.2, as in Muon. They
+are multiplied by the learning rate s and by
 
-    r s,   r = c max(0.006, w kappa / sqrt(rho sum |Q|^2)),
-           c = min(1, sqrt(400 / T)),
-           kappa = max(0.07, min(0.6 sqrt(L - H), 0.45 sqrt(n))),
+    r = max(0.006 c, w kappa / sqrt(rho sum |Q|^2)),
+    kappa = max(0.07 c, min(0.6 sqrt(c (L - H)), 0.45 c sqrt(n))),
+    c = min(1, sqrt(400 / T)),
 
-where s is the learning rate, T the number of updates of the run (those so far
-if it is unknown), L the negative log-likelihood of a term of the
-loss in nats, H its least value for the targets (the entropy of soft or binary
-targets), and n the number of labels of a term. `|Q|^2` is the squared length of
-D in the metric of K-FAC, and
+where T is the number of updates of the run (those so far if it is unknown), L
+the negative log-likelihood of a term of the loss in nats, H its least value for
+the targets (the entropy of soft or binary targets), and n the number of labels
+of a term. `|Q|^2` is the squared length of D in the metric of K-FAC, and
 
     rho = max(new, 0.9 rho + 0.1 new),   new = D^T F D / sum |Q|^2
 
@@ -46,8 +45,9 @@ _MIN_LENGTH, _PER_ROOT_OF_LOSS, _PER_ROOT_OF_LABELS = 0.07, 0.6, 0.45
 _MIN_RATE = 0.006
 _WARMUP = 10
 _MEMORY = 0.9
-# Number of updates from which on steps are shorter. On full-size problems, runs
-# of 1,440 and 2,000 updates end better with c = 0.45 than with 1.
+# Number of updates from which on steps are shorter. Classifiers and language
+# models end better with c = 0.45 than with 1 after 1,440 and 2,000 updates; a
+# deep autoencoder ends better with 1, and with sqrt(c) than with c.
 _SHORT_RUN = 400
 # Minimum of `new`.
 _MIN_RATIO = 1e-3
@@ -149,16 +149,17 @@ class SpectralLength(Slots):
         when(due, lambda: self._update_ratio(curvature(), total))
         # The gradients may be finite although the loss is not.
         excess = tf.where(tf.math.is_finite(excess), excess, 0.0)
-        kappa = tf.minimum(
-            _PER_ROOT_OF_LOSS * tf.sqrt(tf.maximum(excess, 0)),
-            _PER_ROOT_OF_LABELS * tf.sqrt(labels),
-        )
-        kappa = tf.maximum(kappa, _MIN_LENGTH)
+        # c; a decrease by its root is enough where the loss bounds the length.
+        shorter = tf.minimum(_SHORT_RUN / tf.cast(updates, tf.float64), 1.0)
+        shorter = tf.sqrt(shorter)
+        by_loss = _PER_ROOT_OF_LOSS * tf.sqrt(tf.maximum(excess, 0) * shorter)
+        by_labels = _PER_ROOT_OF_LABELS * shorter * tf.sqrt(labels)
+        kappa = tf.minimum(by_loss, by_labels)
+        kappa = tf.maximum(kappa, _MIN_LENGTH * shorter)
         warmup = tf.minimum(tf.cast(self.steps, tf.float64) / _WARMUP, 1.0)
         length = tf.sqrt(self.ratio * total)
         rate = warmup * tf.math.divide_no_nan(kappa, length)
-        share = tf.minimum(_SHORT_RUN / tf.cast(updates, tf.float64), 1.0)
-        return tf.sqrt(share) * tf.maximum(rate, _MIN_RATE)
+        return tf.maximum(rate, _MIN_RATE * shorter)
 
     def _update_ratio(self, form: tf.Tensor | None, total: tf.Tensor) -> None:
         """Update rho by `D^T F D` and `sum |Q|^2`."""
