@@ -64,8 +64,9 @@ class Plan:
             records: All records, to which those of a stage are added before
                 the next stage is requested.
         """
-        followers = [name for name in self.methods if follows_adam(name)]
-        others = [name for name in self.methods if name not in followers]
+        searched = self._searched_methods
+        followers = [name for name in searched if follows_adam(name)]
+        others = [name for name in searched if name not in followers]
         for methods in (others, followers):
             yield list(self._grids(methods, records))
             for _ in range(MAX_BEYOND):
@@ -150,7 +151,7 @@ class Plan:
 
     def _again(self, records: Sequence[Record]) -> Iterator[Run]:
         """Yield the search at full size: rates, or batches and lengths."""
-        for problem, method in self._pairs(self.methods):
+        for problem, method in self._pairs(self._searched_methods):
             best = self.final(problem, method, records)
             if best is None:
                 continue
@@ -177,6 +178,12 @@ class Plan:
         self, problem: str, method: str, records: Sequence[Record]
     ) -> Run | None:
         """Return the best setting, as searched again at the final size."""
+        if is_untuned(method) and self.size != TINY:
+            adam = self.final(problem, "adam", records)
+            (share,) = self._grid(problem, method).shares
+            return adam and dataclasses.replace(
+                adam, method=method, rate=None, decay=0.0, share=share
+            )
         best = self.chosen(problem, method, records)
         if best is None or self.search_size == self.size:
             return best
@@ -244,6 +251,12 @@ class Plan:
         for record in records:
             if wanted.items() <= record["run"].items():
                 yield record
+
+    @property
+    def _searched_methods(self) -> list[str]:
+        """Methods whose settings are searched; of tiny problems, all."""
+        tiny = self.size == TINY
+        return [name for name in self.methods if tiny or not is_untuned(name)]
 
     @property
     def _first_seeds(self) -> Sequence[int]:
