@@ -6,7 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from targets.methods import is_baseline
+from targets.methods import is_baseline, is_untuned
 from targets.problems import TINY
 from targets.run import FINAL, Run
 from targets.study import Record
@@ -71,7 +71,8 @@ class Row:
         error: Standard error of the ratio, by leaving out one seed at a time;
             infinite if the target is not reached without some seed.
         claim: "less" or "more" seconds than that baseline, "tie", "not
-            reached", or "" for a baseline.
+            reached"; "" for a baseline, and for `KFAC()`, which was not timed
+            together with the baselines.
         end: "less" or "more" final loss than the target, or "tie".
     """
 
@@ -89,7 +90,8 @@ class Comparison:
 
     Attributes:
         best: The best baseline: its mean final metric is the target.
-        rows: All methods that have all seeds.
+        rows: All methods that have all seeds, and `KFAC()` with some, which
+            are compared with the same seeds of the best baseline.
     """
 
     best: Row
@@ -111,6 +113,7 @@ def compare(
             setting: found
             for setting, found in settings_of(group).items()
             if len(found) == len(seeds)
+            or (is_untuned(setting.method) and len(found) > 1)
         }
         rivals = [
             setting
@@ -187,17 +190,24 @@ def _row(
         claim = "less" if whole < 1 else "more"
     if math.isinf(whole):
         claim = "not reached"
-    ends, targets = (
-        [loss_of(one, end) for end in finals(settings[one])]
-        for one in (own, best)
-    )
+    targets = {
+        record["run"]["seed"]: loss_of(best, end)
+        for record, end in zip(
+            settings[best], finals(settings[best]), strict=True
+        )
+    }
+    differences = [
+        loss_of(own, record["curve"]["metric"][-1])
+        - targets[record["run"]["seed"]]
+        for record in settings[own]
+    ]
     return Row(
         own,
         finals(settings[own]),
         None if math.isinf(whole) else whole,
         error,
-        "" if is_baseline(own.method) else claim,
-        judge([a - b for a, b in zip(ends, targets, strict=True)]),
+        "" if is_baseline(own.method) or is_untuned(own.method) else claim,
+        judge(differences),
     )
 
 
@@ -208,7 +218,7 @@ def geometric_means(
     ratios: dict[str, list[float]] = defaultdict(list)
     for comparison in comparisons:
         for row in comparison.rows:
-            if row.ratio and not is_baseline(row.setting.method):
+            if row.ratio and row.claim:
                 ratios[row.setting.method].append(row.ratio)
     return {
         method: (statistics.geometric_mean(found), len(found))
