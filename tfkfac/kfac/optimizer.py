@@ -94,8 +94,8 @@ class KFAC(SecondOrderOptimizer):
             `ema_overwrite_frequency` of the inner optimizer. Defaults to None.
         step: "natural" preconditions the gradient, limits its length by
             `kl_clip` and passes it to the inner optimizer. "spectral"
-            orthogonalises the momentum of the preconditioned gradient. None
-            is "natural" if `inner_optimizer`, `learning_rate` or `kl_clip` is
+            orthogonalises the momentum in the metric of the factors. None is
+            "natural" if `inner_optimizer`, `learning_rate` or `kl_clip` is
             given (0.02 too), else "spectral". Defaults to None.
         damping: Tikhonov damping of the Fisher matrix. A number or a
             `keras.optimizers.schedules.LearningRateSchedule`. Defaults to
