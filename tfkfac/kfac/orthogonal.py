@@ -63,6 +63,19 @@ def _is_matrix(variable: keras.Variable) -> bool:
     return axes > 1 and "embedding" not in variable.path.lower()
 
 
+def _momentum_dtype(variable: keras.Variable) -> tf.DType:
+    dtype = tf.as_dtype(variable.dtype)
+    return tf.float32 if dtype.size < 4 else dtype
+
+
+def plain_bytes(leftovers: Sequence[Leftover]) -> int:
+    """Return the bytes of the momenta of uncovered matrices."""
+    return sum(
+        math.prod(variable.shape) * _momentum_dtype(variable).size
+        for _, variable in plain_matrices(leftovers)
+    )
+
+
 class PlainMatrix(Slots):
     """Momentum of a variable, as a matrix with its last axis as columns."""
 
@@ -72,8 +85,7 @@ class PlainMatrix(Slots):
         self._variable = weakref.ref(variable)
         columns = variable.shape[-1]
         self.shape = (math.prod(variable.shape[:-1]), columns)
-        dtype = tf.as_dtype(variable.dtype)
-        self._dtype = tf.float32 if dtype.size < 4 else dtype
+        self._dtype = _momentum_dtype(variable)
         self.value = self.slot(
             f"momentum_{variable.name}", self.shape, self._dtype, layer=path
         )

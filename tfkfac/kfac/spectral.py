@@ -41,7 +41,11 @@ from tfkfac.kfac.natural import (
     replace_gradients,
     scale_rows,
 )
-from tfkfac.kfac.orthogonal import orthogonal_factors, plain_directions
+from tfkfac.kfac.orthogonal import (
+    orthogonal_factors,
+    plain_bytes,
+    plain_directions,
+)
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import FIRST, State, StepReport
 from tfkfac.linalg.tensors import all_finite, are_finite, select
@@ -151,7 +155,8 @@ class Spectral(Natural):
 
     @override
     def bytes(self, placement: Placement, rank: int) -> dict[str, int]:
-        return {"momenta": placement.momentum_bytes(rank)}
+        plain = plain_bytes(placement.registry.leftovers)
+        return {"momenta": placement.momentum_bytes(rank) + plain}
 
 
 def orthogonalize(
