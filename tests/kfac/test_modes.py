@@ -154,6 +154,14 @@ SLOW = {
         patches=("whole batches",),
         **SPECTRAL,
     ),
+    "two: mem_opt, spectral, recurrent": case(
+        "mem_opt",
+        "recurrent",
+        inner="default",
+        faults=((3, 1, NAN),),
+        patches=("whole batches",),
+        **SPECTRAL,
+    ),
     "mirrored: dp_kfac, adam": case("dp_kfac", "cnn", inner="adam"),
     "mirrored: mem_opt, spectral": case(
         "mem_opt",

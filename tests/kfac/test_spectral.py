@@ -35,7 +35,7 @@ from tests.support.training import (
     images,
     shares,
 )
-from tfkfac.kfac import orthogonal
+from tfkfac.kfac import spectral
 
 STEPS = shares(FEEDS["even"], 1)[:6]
 
@@ -146,7 +146,7 @@ def test_weights_without_a_gradient_do_not_move(
     kernel, bias = hidden.get_weights()
     bias[dead] = -1e3
     hidden.set_weights([kernel, bias])
-    monkeypatch.setattr(orthogonal, "BLOCK", block)
+    monkeypatch.setattr(spectral, "BLOCK", block)
     optimizer = tfkfac.KFAC(step="spectral", solver=solver)
     optimizer.attach(model, loss_terms=32)
     before, weights = model.get_weights(), model.trainable_variables
@@ -196,7 +196,7 @@ def state_of(model: Any) -> Any:
 @pytest.mark.parametrize("part", ["decomposition", "momentum"])
 def test_nan_in_the_state(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """NaN in a decomposition gives W with the RMS 0.2; momenta restart."""
-    monkeypatch.setattr(orthogonal, "ITERATIONS", 7)
+    monkeypatch.setattr(spectral, "ITERATIONS", 7)
     model = compiled_mlp(step="spectral", eager=True, fisher="empirical")
     model.train_on_batch(X, Y)
     W = gradients_of(model, X, Y)[:2]

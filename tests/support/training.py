@@ -23,7 +23,7 @@ from tests.support.options import nested
 from tests.support.reference import Array
 from tests.support.strategies import copies, local_ranks, strategy
 from tfkfac.distributed import collectives
-from tfkfac.kfac import length, method, orthogonal, placement
+from tfkfac.kfac import length, method, placement, spectral
 
 Result = Mapping[str, Any]
 CLASSES, TOKENS = 3, 6
@@ -162,6 +162,12 @@ def wide() -> keras.Model:
     return stacked(layers.Flatten(), first, second)
 
 
+def recurrent() -> keras.Model:
+    """Kernels without a block, and a dense layer."""
+    rnn = layers.SimpleRNN(4, name="rnn")
+    return stacked(layers.Reshape((5, 10)), rnn)
+
+
 def batch_norm() -> keras.Model:
     conv = layers.Conv2D(3, 3, name="conv")
     norm = layers.BatchNormalization(
@@ -210,9 +216,10 @@ def network() -> keras.Model:
     return fosi_reference.mlp(hidden=HIDDEN)
 
 
+_OF_IMAGES = vision, cnn, small, wide, recurrent, batch_norm
 # Model and data by name.
 MODELS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
-    **{f.__name__: (f, images) for f in (vision, cnn, small, wide, batch_norm)},
+    **{f.__name__: (f, images) for f in _OF_IMAGES},
     **{f.__name__: (f, sentences) for f in (text, language)},
     "regression": (regression, values),
     "network": (network, lambda: fosi_reference.data(160)),
@@ -304,7 +311,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
 # ----------------------------------------------------------------- patches
 def exact_polar_factors(block: int = BLOCK) -> Any:
     """Patch spectral steps: polar factors that are exact in float64."""
-    return mock.patch.multiple(orthogonal, BLOCK=block, ITERATIONS=14)
+    return mock.patch.multiple(spectral, BLOCK=block, ITERATIONS=14)
 
 
 def least_likely_labels() -> Any:

@@ -5,14 +5,19 @@
 
 import contextlib
 import functools
+import math
 import re
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks import Block, LayerGradient, MatrixGradient, Statistic
+from tfkfac.blocks.registry import EXCLUDED, Leftover
+from tfkfac.capture.walk import SKIPPED
 from tfkfac.compat.functions import Member, TraceKey, shared, when
 from tfkfac.factors import Factor, Tensors, trace_key
 from tfkfac.linalg.tensors import all_finite, rounding, select
@@ -315,6 +320,68 @@ def add_momentum(
     total = tf.math.multiply_no_nan(total, decay * finite)
     momentum.assign(total)
     return new + total
+
+
+def plain_matrices(
+    leftovers: Sequence[Leftover],
+) -> list[tuple[str, keras.Variable]]:
+    """Return the layer path and the variable of each uncovered matrix.
+
+    Vectors and embedding tables are not included: an example uses only some
+    rows of a table.
+    """
+    return [
+        (left.path, variable)
+        for left in leftovers
+        if left.reason not in (SKIPPED, EXCLUDED)
+        for variable in left.variables
+        if _is_matrix(variable)
+    ]
+
+
+def _is_matrix(variable: keras.Variable) -> bool:
+    axes = sum(size > 1 for size in variable.shape)
+    return axes > 1 and "embedding" not in variable.path.lower()
+
+
+def _momentum_dtype(variable: keras.Variable) -> tf.DType:
+    dtype = tf.as_dtype(variable.dtype)
+    return tf.float32 if dtype.size < 4 else dtype
+
+
+def plain_bytes(leftovers: Sequence[Leftover]) -> int:
+    """Return the bytes of the momenta of uncovered matrices."""
+    return sum(
+        math.prod(variable.shape) * _momentum_dtype(variable).size
+        for _, variable in plain_matrices(leftovers)
+    )
+
+
+class PlainMatrix(Slots):
+    """Momentum of a variable, as a matrix with its last axis as columns."""
+
+    def __init__(self, path: str, variable: keras.Variable) -> None:
+        super().__init__("plain", section=SPECTRAL)
+        # A variable would become a dependency in checkpoints.
+        self._variable = weakref.ref(variable)
+        columns = variable.shape[-1]
+        self.shape = (math.prod(variable.shape[:-1]), columns)
+        self._dtype = _momentum_dtype(variable)
+        self.value = self.slot(
+            f"momentum_{variable.name}", self.shape, self._dtype, layer=path
+        )
+
+    @property
+    def variable(self) -> keras.Variable | None:
+        """The variable; None if it has been deleted."""
+        return self._variable()
+
+    def add(
+        self, gradient: tf.Tensor, scale: tf.Tensor, decay: float
+    ) -> tf.Tensor:
+        """Update the momentum; return N as a matrix."""
+        W = tf.cast(tf.reshape(gradient, self.shape), self._dtype)
+        return add_momentum(self.value, W * tf.cast(scale, W.dtype), decay)
 
 
 class Pending(Accumulation):

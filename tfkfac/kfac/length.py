@@ -3,7 +3,7 @@
 All directions D of the blocks have the root mean square 0.2, as in Muon. They
 are multiplied by the learning rate s and by
 
-    r = max(0.006 c, w kappa / sqrt(rho sum |Q|^2)),
+    r = min(max(0.006 c, w kappa / sqrt(rho sum |Q|^2)), 0.3),
     kappa = max(0.07 c, min(0.6 sqrt(c (L - H)), 0.45 c sqrt(n))),
     c = min(1, sqrt(400 / T)),
 
@@ -43,6 +43,8 @@ RMS = 0.2
 # docs/pages/guide/spectral.md.
 _MIN_LENGTH, _PER_ROOT_OF_LOSS, _PER_ROOT_OF_LABELS = 0.07, 0.6, 0.45
 _MIN_RATE = 0.006
+# Where the predictions of the examples are saturated, F is nearly 0.
+_MAX_RATE = 0.3
 _WARMUP = 10
 _MEMORY = 0.9
 # Number of updates from which on steps are shorter. Classifiers and language
@@ -159,7 +161,7 @@ class SpectralLength(Slots):
         warmup = tf.minimum(tf.cast(self.steps, tf.float64) / _WARMUP, 1.0)
         length = tf.sqrt(self.ratio * total)
         rate = warmup * tf.math.divide_no_nan(kappa, length)
-        return tf.maximum(rate, _MIN_RATE * shorter)
+        return tf.clip_by_value(rate, _MIN_RATE * shorter, _MAX_RATE)
 
     def _update_ratio(self, form: tf.Tensor | None, total: tf.Tensor) -> None:
         """Update rho by `D^T F D` and `sum |Q|^2`."""

@@ -17,11 +17,12 @@ from tfkfac.kfac.averages import (
     FactorAverages,
     Momentum,
     Pending,
+    PlainMatrix,
     check_statistics,
     name_in_memory_errors,
+    plain_matrices,
 )
 from tfkfac.kfac.length import SpectralLength
-from tfkfac.kfac.orthogonal import PlainMatrix, plain_matrices
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.settings import RATE
 from tfkfac.saving.entries import Contents, Entry, Spread
