@@ -6,6 +6,8 @@ import pytest
 
 from targets import plan, report, results
 
+OURS = "kfac:step=natural"
+
 
 @pytest.mark.parametrize(
     "differences,claim",
@@ -59,8 +61,8 @@ def cnn_records() -> list[dict[str, Any]]:
         record("adam", 1, (10.0, 0.6), (20.0, 0.92)),
         record("sgd", 0, (8.0, 0.5), (16.0, 0.90)),
         record("sgd", 1, (8.0, 0.5), (16.0, 0.91)),
-        record("kfac", 0, (4.0, 0.5), (5.0, 0.90), (6.0, 0.95)),
-        record("kfac", 1, (4.0, 0.5), (5.0, 0.91), (6.0, 0.92)),
+        record(OURS, 0, (4.0, 0.5), (5.0, 0.90), (6.0, 0.95)),
+        record(OURS, 1, (4.0, 0.5), (5.0, 0.91), (6.0, 0.92)),
     ]
 
 
@@ -73,10 +75,10 @@ def test_the_target_is_the_best_baselines_last_metric() -> None:
     [comparison] = results.compare(cnn_records())
     assert comparison.best.setting.method == "adam"
     rows = rows_of(comparison)
-    assert rows["kfac"].ratio == pytest.approx(0.3)
+    assert rows[OURS].ratio == pytest.approx(0.3)
     # One seed alone: 5 of 16 seconds, SGD's, and 6 of 20: 0.306 +- 0.00625.
-    assert rows["kfac"].error == pytest.approx(0.00625)
-    assert rows["kfac"].claim == "less"
+    assert rows[OURS].error == pytest.approx(0.00625)
+    assert rows[OURS].claim == "less"
     assert rows["sgd"].ratio is None
     [(mean, count)] = results.geometric_means([comparison]).values()
     assert (mean, count) == (pytest.approx(0.3), 1)
@@ -92,22 +94,43 @@ def test_the_ratio_is_to_the_first_baseline_at_the_target() -> None:
     [comparison] = results.compare(records)
     rows = rows_of(comparison)
     # 6 over 1.25 seconds; one seed alone 6 over 1.5, and 5 over 1.
-    assert rows["kfac"].ratio == pytest.approx(4.8)
-    assert rows["kfac"].error == pytest.approx(0.5)
-    assert rows["kfac"].claim == "more"
+    assert rows[OURS].ratio == pytest.approx(4.8)
+    assert rows[OURS].error == pytest.approx(0.5)
+    assert rows[OURS].claim == "more"
     # With Adam as the rival SGD does not count.
     [comparison] = results.compare(records, "adam")
-    assert rows_of(comparison)["kfac"].ratio == pytest.approx(0.3)
+    assert rows_of(comparison)[OURS].ratio == pytest.approx(0.3)
+
+
+def test_defaults_are_compared_over_their_own_seeds() -> None:
+    """Means of the baseline: 0.92 over two seeds, 0.9 over three."""
+    records = [
+        *(
+            record("adam", i, (2.0, x))
+            for i, x in enumerate((0.91, 0.93, 0.86))
+        ),
+        *(record("kfac", i, (1.0, x)) for i, x in enumerate((0.95, 0.97))),
+        record("kfac:epochs=0.5", 0, (1.0, 0.99)),
+    ]
+    [comparison] = results.compare(records)
+    rows = rows_of(comparison)
+    assert rows.keys() == {"adam", "kfac"}
+    assert (rows["kfac"].end, rows["kfac"].claim) == ("less", "")
+    assert results.geometric_means([comparison]) == {}
+    columns, [line, _] = report.summary(records)
+    assert columns[2:] == ["`KFAC()`"]
+    assert line[1:] == ["Adam: 0.9 ± 0.036", "0.96 ± 0.014, **better**"]
+    assert report.full_table([comparison])[1][0][2] == line[2]
 
 
 def test_losing_rows_stay() -> None:
     records = cnn_records()
     records[-2:] = [
-        record("kfac", seed, (4.0, 0.5), (5.0, 0.90 + seed / 100))
+        record(OURS, seed, (4.0, 0.5), (5.0, 0.90 + seed / 100))
         for seed in (0, 1)
     ]
     [comparison] = results.compare(records)
-    row = rows_of(comparison)["kfac"]
+    row = rows_of(comparison)[OURS]
     assert (row.claim, row.ratio) == ("not reached", None)
     assert results.geometric_means([comparison]) == {}
     columns, [line, _] = report.full_table([comparison])
@@ -121,10 +144,10 @@ def test_losing_rows_stay() -> None:
 def test_a_claim_needs_all_seeds() -> None:
     """Without the second one K-FAC does not come to the target."""
     records = cnn_records()
-    records[-2] = record("kfac", 0, (4.0, 0.5), (5.0, 0.7), (6.0, 0.89))
-    records[-1] = record("kfac", 1, (4.0, 0.5), (5.0, 0.8), (6.0, 0.99))
+    records[-2] = record(OURS, 0, (4.0, 0.5), (5.0, 0.7), (6.0, 0.89))
+    records[-1] = record(OURS, 1, (4.0, 0.5), (5.0, 0.8), (6.0, 0.99))
     [comparison] = results.compare(records)
-    row = rows_of(comparison)["kfac"]
+    row = rows_of(comparison)[OURS]
     assert row.ratio == pytest.approx(0.3)
     assert (row.error, row.claim) == (float("inf"), "tie")
 
@@ -182,7 +205,7 @@ def test_the_table_of_the_readme_has_the_largest_size_alone() -> None:
 
 def test_the_tables_of_tiny_problems() -> None:
     """Mean losses: Adam 0.3 at its best, Muon 0.1, today's 0.2, ours 0.15."""
-    ours = "kfac:step=spectral:rest=adam"
+    ours = "kfac"
     ends = [
         ("adam", 0.001, 2.0, (0.2, 0.3, 0.4)),
         ("adam", 0.03, 2.0, (0.5, 0.5, 0.5)),
@@ -201,7 +224,7 @@ def test_the_tables_of_tiny_problems() -> None:
     found = report.tiny_ends([*records, constant])
     assert [*report.tiny_ends([*records, constant], constant=True)] == ["cnn"]
     columns, [cnn, *marks] = report.tiny_table(found)
-    assert columns == ["problem", "Adam", "Muon", "K-FAC", "spectral steps"]
+    assert columns == ["problem", "Adam", "Muon", "K-FAC", "`KFAC()`"]
     # 0.1 / sqrt(3) = 0.06.
     assert cnn[:2] == ["cnn, accuracy", "0.3 ± 0.06; 0.8 (0.001)"]
     assert cnn[4] == "0.15 ± 0.006; 0.65"

@@ -39,8 +39,7 @@ from tfkfac.training.step import Gradients, Step
 
 # RMS of a direction. Muon's steps have the same at its learning rate 1.
 RMS = 0.2
-# Constants of the module's formula. Fitted to small problems, see
-# docs/pages/guide/spectral.md.
+# Constants of the module's formula, fitted to small problems.
 _MIN_LENGTH, _PER_ROOT_OF_LOSS, _PER_ROOT_OF_LABELS = 0.07, 0.6, 0.45
 _MIN_RATE = 0.006
 # Where the predictions of the examples are saturated, F is nearly 0.
@@ -60,7 +59,7 @@ _PART = 0.25
 
 
 class Batch(NamedTuple):
-    """What the length needs of a batch, read outside of branches."""
+    """Numbers of a batch for the length, read outside of branches."""
 
     labels: tf.Tensor
     """Number of labels of a term, weighted by the share of this replica."""

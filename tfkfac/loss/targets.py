@@ -1,4 +1,4 @@
-"""What the targets of a loss say: its least value, and the number of labels.
+"""Least value of a loss for its targets, and number of their labels.
 
 The negative log-likelihood of soft or binary targets y is at least their
 entropy, `-sum y log y`, whatever the outputs. This part of the loss cannot be
