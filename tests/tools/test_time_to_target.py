@@ -141,7 +141,7 @@ def test_the_rest_has_adams_best_rate(
     assert muons == {9e-4, 3e-3, 0.01, 0.03, 0.1}
     assert len(runs) == 2 * (4 + 5 + 2) and len(kfacs) == 4
     rests = {run.method: run.rest for run in kfacs}
-    assert rests == {report.NATURAL: 3e-3, "kfac": None}
+    assert rests == {"kfac:step=natural:rest=adam": 3e-3, "kfac": None}
 
 
 def test_known_results_are_not_measured_again(
