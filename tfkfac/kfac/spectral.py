@@ -19,7 +19,6 @@ loss is unknown, all D together get the root mean square 0.01 s at the learning
 rate s.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -144,10 +143,12 @@ class Spectral(Natural):
         if step.batch.value is None:
             factor = tf.constant(_UNSEEN_RMS / RMS, tf.float64)
         else:
-            one = tf.ones([], tf.float64)
-            curvature = functools.partial(
-                batch.curvature, replace_gradients(directions, one, plain)
-            )
+            measure = batch.curvature
+
+            def curvature() -> tf.Tensor | None:
+                one = tf.ones([], tf.float64)
+                return measure(replace_gradients(directions, one, plain))
+
             excess, labels = sums
             factor = state.length.rate(
                 squares,
