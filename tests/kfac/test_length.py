@@ -117,3 +117,8 @@ def test_steps_that_compute_the_form() -> None:
     assert steps.computed == [*range(1, 101), 110, 120]
     np.testing.assert_allclose(rates[108], rates[99], rtol=1e-12)
     np.testing.assert_allclose(rates[109:], rates[99] / 2, rtol=1e-12)
+
+
+def test_length_is_bounded_where_predictions_are_saturated() -> None:
+    """The curvature is then 0, and the loss may be large."""
+    assert Steps().rates([0.0] * 10, excess=1e4, labels=1e4)[-1] == 1

@@ -3,7 +3,7 @@
 All directions D of the blocks have the root mean square 0.2, as in Muon. They
 are multiplied by the learning rate s and by
 
-    r = min(max(0.006 c, w kappa / sqrt(rho sum |Q|^2)), 0.3),
+    r = min(max(0.006 c, w kappa / sqrt(rho sum |Q|^2)), 1),
     kappa = max(0.07 c, min(0.6 sqrt(c (L - H)), 0.45 c sqrt(n))),
     c = min(1, sqrt(400 / T)),
 
@@ -43,7 +43,7 @@ RMS = 0.2
 _MIN_LENGTH, _PER_ROOT_OF_LOSS, _PER_ROOT_OF_LABELS = 0.07, 0.6, 0.45
 _MIN_RATE = 0.006
 # Where the predictions of the examples are saturated, F is nearly 0.
-_MAX_RATE = 0.3
+_MAX_RATE = 1.0
 _WARMUP = 10
 _MEMORY = 0.9
 # Number of updates from which on steps are shorter. Classifiers and language
