@@ -127,6 +127,19 @@ def compiled_loss(model: keras.Model) -> Any:
     return model._compile_loss
 
 
+def takes_any_batch(model: keras.Model) -> bool:
+    """True if a model was built for batches of any size.
+
+    A functional model has `inputs` with a batch axis of unknown size. The
+    `call` of a subclass may contain the batch size as a constant.
+    """
+    inputs = getattr(model, "inputs", None)
+    return bool(inputs) and all(
+        x.shape is not None and len(x.shape) > 0 and x.shape[0] is None
+        for x in keras.tree.flatten(inputs)
+    )
+
+
 def call_takes_training(layer: keras.layers.Layer) -> bool:
     """Return True if `call` of a layer or model has an argument `training`.
 

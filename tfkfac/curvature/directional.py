@@ -69,33 +69,43 @@ class LossInputs:
     def select(self, choose: Callable[[tf.Tensor], Selection]) -> Self:
         """Select some examples that represent the whole batch.
 
+        All examples are used if an input is sparse or ragged, or if inputs
+        may relate the examples to each other, as the edges of a graph do: if
+        their leading dimensions differ, or another dimension is as large.
+
         Args:
             choose: Function from the batch size to a selection.
-
-        Raises:
-            ValueError: If an input is sparse or ragged.
         """
         batch = (self.call.args, self.call.kwargs, self.arguments)
         leaves = [x for x in keras.tree.flatten(batch) if _has_examples(x)]
-        for leaf in leaves:
-            if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
-                raise ValueError(
-                    "Examples of sparse or ragged inputs cannot be selected. "
-                    f"Received: {leaf}"
-                )
-        size = leaves[0].shape[0]
-        selection = choose(tf.shape(leaves[0])[0])
+        composite = tf.RaggedTensor, tf.SparseTensor
+        sizes = {leaf.shape[0] for leaf in leaves} - {None}
+        if len(sizes) > 1 or any(isinstance(x, composite) for x in leaves):
+            return self
+        shapes = [tf.shape(leaf) for leaf in leaves]
+        size = shapes[0][0]
+        first = tf.stack([shape[0] for shape in shapes])
+        others = tf.concat([shape[1:] for shape in shapes], 0)
+        separate = tf.reduce_all(tf.equal(first, size))
+        separate &= tf.reduce_all(tf.not_equal(others, size))
+        selection = choose(size)
 
         def take(leaf: Any) -> Any:
-            is_batch = _has_examples(leaf) and leaf.shape[0] == size
-            return selection.of(leaf) if is_batch else leaf
+            if not _has_examples(leaf):
+                return leaf
+            return tf.cond(
+                separate,
+                lambda: selection.of(leaf),
+                lambda: tf.convert_to_tensor(leaf),
+            )
 
         args, kwargs, arguments = keras.tree.map_structure(take, batch)
         shares = self.shares
         if any(self.summed):
             shares = shares or [tf.ones([], tf.float64)] * len(self.summed)
+            weight = tf.where(separate, selection.weight, 1.0)
             shares = [
-                share * selection.weight if summed else share
+                share * weight if summed else share
                 for share, summed in zip(shares, self.summed, strict=True)
             ]
         call = ForwardCall(args, kwargs, None)

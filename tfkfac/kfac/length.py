@@ -14,8 +14,9 @@ of a term. `|Q|^2` is the squared length of D in the metric of K-FAC, and
 
     rho = max(new, 0.9 rho + 0.1 new),   new = D^T F D / sum |Q|^2
 
-corrects it by the Gauss-Newton matrix F of a quarter of the batch. So kappa is
-the square root of about twice the change of the predictions in nats.
+corrects it by the Gauss-Newton matrix F of a quarter of the batch, or of the
+whole batch where the model may depend on its size. So kappa is the square root
+of about twice the change of the predictions in nats.
 `w = min(1, t / 10)` in step t: the first factors are rough.
 """
 
@@ -29,6 +30,7 @@ from tfkfac.blocks.statistics import Examples, Subsample
 from tfkfac.capture.model_taps import ForwardTap
 from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import Sum
+from tfkfac.compat.models import takes_any_batch
 from tfkfac.curvature.directional import LossInputs, directional_curvature
 from tfkfac.distributed.collectives import differentiable_sum
 from tfkfac.loss.shares import weighted
@@ -87,9 +89,11 @@ class Batch(NamedTuple):
                 return None
             try:
                 inputs = LossInputs.of(job.model, step.batch, loss, calls)
+                if takes_any_batch(job.model):
+                    inputs = inputs.select(choose)
                 form = directional_curvature(
                     job.model,
-                    inputs.select(choose),
+                    inputs,
                     step.variables,
                     [directions],
                     loss.unit,

@@ -63,7 +63,8 @@ def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
     ]
     uncovered = [item for item in uncovered if item.variables]
     covered = registry.covered
-    total = covered + sum(item.weights for item in uncovered)
+    matrices = count_weights([v for _, v in rule.plain_matrices(registry)])
+    total = covered + matrices + sum(item.weights for item in uncovered)
     last = {id(w) for layer in last_layers(job.model) for w in layer.weights}
 
     def is_important(item: Leftover) -> bool:
@@ -73,7 +74,8 @@ def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
         )
 
     has_important = any(map(is_important, uncovered))
-    if covered >= _LOW_COVERAGE * total and not has_important:
+    trained = covered + matrices
+    if trained >= _LOW_COVERAGE * total and not has_important:
         return None
     coverage = (
         f"K-FAC preconditions {covered / total:.1%} of the weights of model "
