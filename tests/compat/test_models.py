@@ -318,3 +318,19 @@ def test_swap_averages_of() -> None:
     assert float(variable) == 0.0
     for value, want in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(value, want)
+
+
+def test_models_that_take_any_batch() -> None:
+    """Not a subclass, nor a model of a fixed batch size."""
+
+    class Own(keras.Model):
+        def call(self, x: Any) -> Any:
+            return x
+
+    inputs = keras.Input((3,)), keras.Input((2,))
+    merged = keras.layers.Concatenate()(list(inputs))
+    fixed = keras.Input((3,), batch_size=4)
+    assert models.takes_any_batch(keras.Model(inputs, merged))
+    assert models.takes_any_batch(keras.Sequential([keras.Input((3,))]))
+    assert not models.takes_any_batch(keras.Sequential([fixed]))
+    assert not models.takes_any_batch(Own())

@@ -285,7 +285,40 @@ def test_several_workers(on_workers: Any, where: str) -> None:
             np.testing.assert_allclose(got, alone, rtol=1e-6)
 
 
-def test_sparse_inputs_are_not_selected() -> None:
-    inputs = LossInputs(ForwardCall((tf.sparse.eye(4),), {}, None), {}, (), [])
-    with pytest.raises(ValueError, match=r"sparse or ragged.*Received: Sparse"):
-        inputs.select(lambda size: Examples(size, Subsample(0.25, 0)))
+N = 8
+SEPARATE = {
+    "rows": (True, [tf.ones([N, 3]), tf.ones([N])]),
+    "a scalar": (True, [tf.ones([N, 3]), tf.ones([])]),
+    "a list of edges": (False, [tf.ones([N, 3]), tf.ones([20, 2])]),
+    "a square matrix": (False, [tf.ones([N, 3]), tf.ones([N, N])]),
+    "sparse": (False, [tf.sparse.eye(N)]),
+}
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("name", SEPARATE)
+def test_related_examples_stay_together(name: str, known: bool) -> None:
+    """The whole batch is used then, and the weight of a sum is 1."""
+    separate, tensors = SEPARATE[name]
+    part = Subsample(0.25, tf.constant(0, tf.int64))
+
+    def select(*tensors: Any) -> Any:
+        inputs = LossInputs(ForwardCall(tensors, {}, None), {}, (), [True])
+        selected = inputs.select(lambda size: Examples(size, part))
+        return [*selected.call.args], [*selected.shares]
+
+    specs = [
+        tf.TensorSpec([None] * t.shape.rank, t.dtype)
+        for t in tensors
+        if tf.is_tensor(t) and not isinstance(t, tf.SparseTensor)
+    ]
+    function = tf.function(select)
+    if not known and len(specs) == len(tensors):
+        function = tf.function(select, input_signature=specs)
+    chosen, shares = function(*tensors)
+    assert chosen[0].shape[0] == (N // 4 if separate else N)
+    assert [x.shape for x in chosen[1:]] == [
+        [N // 4] if separate and x.shape.rank else x.shape for x in tensors[1:]
+    ]
+    # A sparse input is found before the shares are written.
+    assert {float(share) for share in shares} <= {4.0 if separate else 1.0}
