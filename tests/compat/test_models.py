@@ -329,8 +329,11 @@ def test_models_that_take_any_batch() -> None:
 
     inputs = keras.Input((3,)), keras.Input((2,))
     merged = keras.layers.Concatenate()(list(inputs))
-    fixed = keras.Input((3,), batch_size=4)
+    free, fixed = (
+        keras.Sequential([keras.Input((3,), batch_size=n), layers.Dense(2)])
+        for n in (None, 4)
+    )
     assert models.takes_any_batch(keras.Model(inputs, merged))
-    assert models.takes_any_batch(keras.Sequential([keras.Input((3,))]))
-    assert not models.takes_any_batch(keras.Sequential([fixed]))
+    assert models.takes_any_batch(free)
+    assert not models.takes_any_batch(fixed)
     assert not models.takes_any_batch(Own())
