@@ -114,12 +114,13 @@ def test_defaults_are_compared_over_their_own_seeds() -> None:
     ]
     [comparison] = results.compare(records)
     rows = rows_of(comparison)
-    assert rows.keys() == {"adam", "kfac"}
+    assert rows["kfac:epochs=0.5"].end == "tie"  # a single seed
     assert (rows["kfac"].end, rows["kfac"].claim) == ("less", "")
     assert results.geometric_means([comparison]) == {}
     columns, [line, _] = report.summary(records)
-    assert columns[2:] == ["`KFAC()`"]
-    assert line[1:] == ["Adam: 0.9 ± 0.036", "0.96 ± 0.014, **better**"]
+    assert columns[2:] == ["`KFAC()`", "`KFAC()`, epochs=0.5"]
+    assert line[1:3] == ["Adam: 0.9 ± 0.036", "0.96 ± 0.014, **better**"]
+    assert line[3] == "0.99, level"
     assert report.full_table([comparison])[1][0][2] == line[2]
 
 

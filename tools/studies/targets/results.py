@@ -112,8 +112,7 @@ def compare(
         settings = {
             setting: found
             for setting, found in settings_of(group).items()
-            if len(found) == len(seeds)
-            or (is_untuned(setting.method) and len(found) > 1)
+            if len(found) == len(seeds) or is_untuned(setting.method)
         }
         rivals = [
             setting
@@ -179,7 +178,8 @@ def _row(
         return found.get(own, math.inf) / first
 
     whole, count = ratio(None), len(seeds)
-    parts = [ratio(seed) for seed in seeds] if count > 1 else [math.inf]
+    is_timed = count > 1 and not is_untuned(own.method)
+    parts = [ratio(seed) for seed in seeds] if is_timed else [math.inf]
     error = math.inf
     if math.inf not in parts:
         mean = statistics.fmean(parts)
