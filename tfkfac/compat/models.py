@@ -130,13 +130,15 @@ def compiled_loss(model: keras.Model) -> Any:
 def takes_any_batch(model: keras.Model) -> bool:
     """True if a model was built for batches of any size.
 
-    A functional model has `inputs` with a batch axis of unknown size. The
-    `call` of a subclass may contain the batch size as a constant.
+    A functional model has inputs and outputs with a batch axis of unknown
+    size. The `call` of a subclass may contain the batch size as a constant.
     """
     inputs = getattr(model, "inputs", None)
-    return bool(inputs) and all(
+    if not inputs:
+        return False
+    return all(
         x.shape is not None and len(x.shape) > 0 and x.shape[0] is None
-        for x in keras.tree.flatten(inputs)
+        for x in keras.tree.flatten([inputs, model.outputs])
     )
 
 

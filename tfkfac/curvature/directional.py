@@ -79,31 +79,30 @@ class LossInputs:
         batch = (self.call.args, self.call.kwargs, self.arguments)
         leaves = [x for x in keras.tree.flatten(batch) if _has_examples(x)]
         composite = tf.RaggedTensor, tf.SparseTensor
-        sizes = {leaf.shape[0] for leaf in leaves} - {None}
-        if len(sizes) > 1 or any(isinstance(x, composite) for x in leaves):
+        if any(isinstance(x, composite) for x in leaves):
             return self
-        shapes = [tf.shape(leaf) for leaf in leaves]
-        size = shapes[0][0]
-        first = tf.stack([shape[0] for shape in shapes])
-        others = tf.concat([shape[1:] for shape in shapes], 0)
-        separate = tf.reduce_all(tf.equal(first, size))
-        separate &= tf.reduce_all(tf.not_equal(others, size))
-        selection = choose(size)
+        separate = _are_separate(leaves)
+        if separate is False:
+            return self
+        selection = choose(tf.shape(leaves[0])[0])
+        weight = selection.weight
 
         def take(leaf: Any) -> Any:
             if not _has_examples(leaf):
                 return leaf
+            tensor = tf.convert_to_tensor(leaf)
+            if separate is True:
+                return selection.of(tensor)
             return tf.cond(
-                separate,
-                lambda: selection.of(leaf),
-                lambda: tf.convert_to_tensor(leaf),
+                separate, lambda: selection.of(tensor), lambda: tensor
             )
 
         args, kwargs, arguments = keras.tree.map_structure(take, batch)
         shares = self.shares
         if any(self.summed):
             shares = shares or [tf.ones([], tf.float64)] * len(self.summed)
-            weight = tf.where(separate, selection.weight, 1.0)
+            if separate is not True:
+                weight = tf.where(separate, weight, 1.0)
             shares = [
                 share * weight if summed else share
                 for share, summed in zip(shares, self.summed, strict=True)
@@ -155,6 +154,27 @@ def directional_curvature(
     )
     form += penalty_form(variables, values, directions) / replicas
     return tf.math.divide_no_nan(form, tf.cast(unit, tf.float64))
+
+
+def _are_separate(leaves: Sequence[Any]) -> bool | tf.Tensor:
+    """True if no input relates the examples of a batch to each other.
+
+    All leading dimensions are equal then, and no other is as large. The result
+    is a bool if all sizes are known, and the selection has known sizes too: a
+    model that needs another batch size fails when it is traced, not when it
+    runs.
+    """
+    shapes = [tf.TensorShape(leaf.shape) for leaf in leaves]
+    if len({shape[0] for shape in shapes} - {None}) > 1:
+        return False
+    if all(shape.is_fully_defined() for shape in shapes):
+        return all(shapes[0][0] not in shape[1:] for shape in shapes)
+    dynamic = [tf.shape(leaf) for leaf in leaves]
+    size = dynamic[0][0]
+    first = tf.stack([shape[0] for shape in dynamic])
+    others = tf.concat([shape[1:] for shape in dynamic], 0)
+    separate = tf.reduce_all(tf.equal(first, size))
+    return separate & tf.reduce_all(tf.not_equal(others, size))
 
 
 def _has_examples(leaf: Any) -> bool:
