@@ -32,6 +32,7 @@ from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import Sum
 from tfkfac.compat.models import takes_any_batch
 from tfkfac.curvature.directional import LossInputs, directional_curvature
+from tfkfac.curvature.hessian import ADVICE
 from tfkfac.distributed.collectives import differentiable_sum
 from tfkfac.loss.shares import weighted
 from tfkfac.loss.targets import label_count
@@ -58,6 +59,8 @@ _MIN_RATIO = 1e-3
 _EARLY, _INTERVAL = 100, 10
 # Part of the batch of the product with F.
 _PART = 0.25
+# Key of the warning. The reason differs between traces.
+_NO_CURVATURE = "no curvature"
 
 
 class Batch(NamedTuple):
@@ -69,12 +72,13 @@ class Batch(NamedTuple):
     """Returns `D^T F D` of a direction, or None if it cannot be computed."""
 
     @classmethod
-    def of(cls, step: Step, advise: Callable[[str], None]) -> "Batch":
+    def of(cls, step: Step, advise: Callable[[str, str], None]) -> "Batch":
         """Read the batch of a step.
 
         Args:
             step: The step.
-            advise: Function that issues a warning.
+            advise: Function of a warning and its key. It issues the first
+                warning of each key.
         """
         job, loss = step.job, step.loss
         replicas = job.topology.replicas
@@ -101,7 +105,7 @@ class Batch(NamedTuple):
                     replicas,
                 )
             except Exception as error:  # the model may not allow a second call
-                advise(_without_curvature(job, error))
+                advise(_without_curvature(job, error), _NO_CURVATURE)
                 return None
             (form,) = step.group.all_reduce([form[0, 0]])
             return form
@@ -118,8 +122,8 @@ def _without_curvature(job: Job, error: Exception) -> str:
         f"Optimizer '{job.name}' cannot compute the curvature of the loss of "
         f"model '{job.model.name}' along its steps, and estimates their length "
         "by the factors alone, which may be a few times too long or too short: "
-        "see the learning rate of spectral steps in the documentation. "
-        f"The reason: {error}"
+        "see the length of spectral steps in the documentation. "
+        f"The reason: {str(error).removesuffix(ADVICE)}"
     )
 
 

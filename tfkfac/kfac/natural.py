@@ -88,10 +88,12 @@ class Natural:
         return []
 
     # ------------------------------------------------------------ the step
-    def read(self, step: Step, advise: Callable[[str], None]) -> Batch | None:
-        """Return what `gradients` needs of the batch of a step.
+    def read(
+        self, step: Step, advise: Callable[[str, str], None]
+    ) -> Batch | None:
+        """Return the numbers of the batch that `gradients` needs.
 
-        `advise` issues a warning.
+        `advise` issues a warning, once for each key.
         """
         return None
 
@@ -203,7 +205,8 @@ def far_inputs(layers: Sequence[ActiveBlock]) -> tuple[str, tf.Tensor]:
     inputs, block = first.records[-1].inputs, first.block
     has_scale = "A" in block.factors and not isinstance(block, TABLES)
     is_far = tf.constant(False)
-    if has_scale and tf.is_tensor(inputs) and inputs.dtype.is_floating:
+    # Not a sparse tensor.
+    if has_scale and isinstance(inputs, tf.Tensor) and inputs.dtype.is_floating:
         squares = tf.square(tf.cast(inputs, tf.float32))
         is_far = tf.sqrt(tf.reduce_mean(squares)) > _MAX_INPUT_RMS
     return block.path, is_far

@@ -35,11 +35,12 @@ class Advice:
     def __init__(self) -> None:
         self._given: set[str] = set()
 
-    def give(self, job: Job, text: str | None) -> None:
-        """Warn if there is a text and it is new."""
-        if text is None or text in self._given:
+    def give(self, job: Job, text: str | None, key: str | None = None) -> None:
+        """Warn if there is a text and its key, by default itself, is new."""
+        key = key or text
+        if text is None or key is None or key in self._given:
             return
-        self._given.add(text)
+        self._given.add(key)
         if 0 in job.topology.local:
             warnings.warn(text, stacklevel=3)
 

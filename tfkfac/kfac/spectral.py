@@ -98,7 +98,7 @@ class Spectral(Natural):
         return plain_matrices(registry.leftovers)
 
     @override
-    def read(self, step: Step, advise: Callable[[str], None]) -> Batch:
+    def read(self, step: Step, advise: Callable[[str, str], None]) -> Batch:
         return Batch.of(step, advise)
 
     @override
