@@ -34,6 +34,7 @@ from tfkfac.compat.models import takes_any_batch
 from tfkfac.curvature.directional import LossInputs, directional_curvature
 from tfkfac.curvature.hessian import ADVICE
 from tfkfac.distributed.collectives import differentiable_sum
+from tfkfac.kfac.averages import SPECTRAL
 from tfkfac.loss.shares import weighted
 from tfkfac.loss.targets import label_count
 from tfkfac.saving.slots import Slots
@@ -131,7 +132,7 @@ class SpectralLength(Slots):
     """Ratio rho of the true and K-FAC's squared length, and a step count."""
 
     def __init__(self) -> None:
-        super().__init__("length")
+        super().__init__("length", section=SPECTRAL)
         self.steps = self.slot("length_steps")
         self.ratio = self.slot("length_ratio", (), "float64", 1.0)
 
