@@ -337,3 +337,5 @@ def test_models_that_take_any_batch() -> None:
     assert models.takes_any_batch(free)
     assert not models.takes_any_batch(fixed)
     assert not models.takes_any_batch(Own())
+    reshaped = keras.ops.reshape(merged, [4, 5])
+    assert not models.takes_any_batch(keras.Model(inputs, reshaped))

@@ -322,3 +322,18 @@ def test_related_examples_stay_together(name: str, known: bool) -> None:
     ]
     # A sparse input is found before the shares are written.
     assert {float(share) for share in shares} <= {4.0 if separate else 1.0}
+
+
+def test_known_sizes_stay_known() -> None:
+    """So a model that needs another batch size fails when it is traced."""
+    sizes = []
+
+    def select(x: Any) -> None:
+        inputs = LossInputs(ForwardCall((x,), {}, None), {}, (), [])
+        part = Subsample(0.25, tf.constant(0, tf.int64))
+        selected = inputs.select(lambda size: Examples(size, part)).call.args[0]
+        tf.debugging.assert_shapes([(selected, (N // 4, 3))])
+        sizes.append(tf.reshape(selected, [-1, 3]).shape)
+
+    tf.function(select)(tf.ones([N, 3]))
+    assert sizes[0][0] == N // 4

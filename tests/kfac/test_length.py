@@ -1,11 +1,16 @@
 """The length rule of spectral steps against its formulas."""
 
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
+import tfkfac
 from tests.support.reference import Array
 from tfkfac.kfac.length import SpectralLength
 
@@ -122,3 +127,63 @@ def test_steps_that_compute_the_form() -> None:
 def test_length_is_bounded_where_predictions_are_saturated() -> None:
     """The curvature is then 0, and the loss may be large."""
     assert Steps().rates([0.0] * 10, excess=1e4, labels=1e4)[-1] == 1
+
+
+class LargeBatch(layers.Layer):
+    """Refuses a batch of less than 6 examples."""
+
+    def call(self, x: Any) -> Any:
+        if x.shape[0] is not None and x.shape[0] < 6:
+            raise ValueError(f"Too small: {x.shape}")
+        return x
+
+
+class NoSecond(keras.Model):
+    """Has an operation without a second derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(4)
+
+    def call(self, x: Any) -> Any:
+        return tf.nn.softsign(self.dense(x))
+
+
+def compiled(model: Any) -> Any:
+    keras.utils.set_random_seed(0)
+    model.compile(tfkfac.KFAC(), "mse")
+    return model
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_one_warning_without_curvature(eagerly: bool) -> None:
+    """Also if the reason, with the shape of a tensor, differs per trace."""
+    model = compiled(
+        keras.Sequential([keras.Input((4,)), layers.Dense(4), LargeBatch()])
+    )
+    model.run_eagerly = eagerly
+    with pytest.warns(
+        UserWarning, match="cannot compute the curvature"
+    ) as all_:
+        for size in (8, 12, 16):
+            model.train_on_batch(tf.ones([size, 4]), tf.zeros([size, 4]))
+    assert len([w for w in all_ if "curvature" in str(w.message)]) == 1
+
+
+def test_reason_without_curvature() -> None:
+    """It does not advise another optimizer: training continues."""
+    model = compiled(NoSecond())
+    with pytest.warns(UserWarning, match="has no gradient.$"):
+        model.train_on_batch(tf.ones([8, 4]), tf.zeros([8, 4]))
+
+
+def test_sparse_inputs() -> None:
+    """The curvature is that of the whole batch."""
+    x = tf.sparse.from_dense(np.eye(8, 4, dtype="float32"))
+    model = compiled(
+        keras.Sequential([keras.Input((4,), sparse=True), layers.Dense(4)])
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.train_on_batch(x, tf.zeros([8, 4]))
+    assert float(model.optimizer.method.states[0].length.ratio) != 1.0

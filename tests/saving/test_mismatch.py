@@ -90,6 +90,17 @@ def test_other_solver(saved: str, loaded: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(moved, 0.05 * step, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("natural", "spectral"), ("spectral", "natural")]
+)
+def test_other_step(saved: str, loaded: str) -> None:
+    """Factors are loaded; momenta and length of spectral steps are reset."""
+    state = state_of("hidden logits", step=saved)
+    optimizer = kfac_of(compiled_mlp(step=loaded))
+    with pytest.warns(UserWarning, match="is reset"):
+        optimizer.load_own_variables(state)
+
+
 def test_empty_state_changes_nothing() -> None:
     model = compiled_mlp(eager=True)
     train(model, 0, 1)

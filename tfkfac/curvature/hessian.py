@@ -21,6 +21,11 @@ from tfkfac.linalg.lanczos import Product
 from tfkfac.linalg.vectors import FlatSpace
 from tfkfac.loss.batch import replay_loss
 
+# End of the message of an error about a missing second derivative.
+ADVICE = (
+    " Remove the layer, or use an optimizer that needs no second derivatives."
+)
+
 
 def hessian_operator(
     model: keras.Model,
@@ -135,8 +140,7 @@ def no_second_derivative(
     where = f"Layer '{layers[-1]}'" if layers else "An operation"
     return NotImplementedError(
         f"{where} of model '{model.name}' has no second derivative in "
-        f"TensorFlow: operation {op_type} has no gradient. Remove the layer, "
-        "or use an optimizer that needs no second derivatives."
+        f"TensorFlow: operation {op_type} has no gradient.{ADVICE}"
     )
 
 

@@ -27,7 +27,7 @@ from tfkfac.solvers import Solver
 from tfkfac.training.accumulation import Accumulation
 from tfkfac.training.job import Job
 
-# Name of the section of a saved file that holds the momenta.
+# Section of a saved file with the momenta and the length of spectral steps.
 SPECTRAL = "spectral"
 
 

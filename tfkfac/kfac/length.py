@@ -32,7 +32,9 @@ from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import Sum
 from tfkfac.compat.models import takes_any_batch
 from tfkfac.curvature.directional import LossInputs, directional_curvature
+from tfkfac.curvature.hessian import ADVICE
 from tfkfac.distributed.collectives import differentiable_sum
+from tfkfac.kfac.averages import SPECTRAL
 from tfkfac.loss.shares import weighted
 from tfkfac.loss.targets import label_count
 from tfkfac.saving.slots import Slots
@@ -122,7 +124,7 @@ def _without_curvature(job: Job, error: Exception) -> str:
         f"model '{job.model.name}' along its steps, and estimates their length "
         "by the factors alone, which may be a few times too long or too short: "
         "see the length of spectral steps in the documentation. "
-        f"The reason: {error}"
+        f"The reason: {str(error).removesuffix(ADVICE)}"
     )
 
 
@@ -130,7 +132,7 @@ class SpectralLength(Slots):
     """Ratio rho of the true and K-FAC's squared length, and a step count."""
 
     def __init__(self) -> None:
-        super().__init__("length")
+        super().__init__("length", section=SPECTRAL)
         self.steps = self.slot("length_steps")
         self.ratio = self.slot("length_ratio", (), "float64", 1.0)
 

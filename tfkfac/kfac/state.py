@@ -272,10 +272,13 @@ class State(Tracked):
         pending = [] if self.pending is None else [self.pending]
         for sums in pending:
             entries += sums.entries()
-        momenta = [p.momentum for p in self.preconditioners]
+        spectral: list[Slots | None] = [
+            p.momentum for p in self.preconditioners
+        ]
+        spectral += [self.length, *self.plain]
         for matrix in self.plain:
             entries += matrix.entries()
-        for slots in (*pending, *filter(None, momenta), *self.plain):
+        for slots in (*pending, *filter(None, spectral)):
             resets[slots.section].append(slots.reset)
         layers = tuple(block.path for block in placement.blocks)
         parts = {name: _call_all(calls) for name, calls in resets.items()}
