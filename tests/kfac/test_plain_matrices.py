@@ -141,6 +141,24 @@ def test_a_model_without_blocks() -> None:
     np.testing.assert_allclose(lengths, lengths[0], rtol=1e-4)
 
 
+class EmbeddingModel(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = layers.LSTM(3)
+
+    def call(self, x: Any) -> Any:
+        return self.lstm(x)
+
+
+def test_the_name_of_the_model_does_not_matter() -> None:
+    """Although the paths of the weights begin with it."""
+    model = EmbeddingModel()
+    model.compile(tfkfac.KFAC(), "mse")
+    model.train_on_batch(tf.ones([2, 4, 3]), tf.zeros([2, 3]))
+    assert model.lstm.weights[0].path.startswith("embedding_model")
+    assert len(model.optimizer.method.states[0].plain) == 2
+
+
 def test_momenta_are_saved(tmp_path: Path) -> None:
     model = compiled()
     for step in range(2):

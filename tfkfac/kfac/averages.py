@@ -340,8 +340,14 @@ def plain_matrices(
 
 
 def _is_matrix(variable: keras.Variable) -> bool:
+    """True for a matrix that is not an embedding table.
+
+    Only the names of the variable and its layer count: the name of the model
+    is part of the path too.
+    """
     axes = sum(size > 1 for size in variable.shape)
-    return axes > 1 and "embedding" not in variable.path.lower()
+    names = variable.path.lower().split("/")[-2:]
+    return axes > 1 and not any("embedding" in name for name in names)
 
 
 def _momentum_dtype(variable: keras.Variable) -> tf.DType:
