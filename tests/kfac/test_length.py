@@ -49,7 +49,7 @@ class Steps:
             return tf.constant(form, tf.float64)
 
         rate = self._length.rate(
-            [tf.constant(square) for square in SQUARES],
+            tf.constant(sum(SQUARES), tf.float64),
             tf.constant(excess, tf.float64),
             tf.constant(labels, tf.float64),
             curvature,
@@ -97,11 +97,11 @@ def test_steps_of_long_runs_are_shorter(updates: int, c: float) -> None:
 
 
 def test_ratio_remembers_large_values() -> None:
-    """A form that is not finite is ignored; a ratio is at least 0.001."""
+    """A form that is not positive is ignored; a ratio is at least 0.001."""
     forms = [5.0, 20.0, 10.0, NAN, 1.0, 0.0, -1.0, 1e-9, 40.0, np.inf, 10.0]
     ratio, want = forms[0] / sum(SQUARES), []
     for step, form in enumerate(forms, 1):
-        if np.isfinite(form):
+        if np.isfinite(form) and form > 0:
             new = max(form / sum(SQUARES), 1e-3)
             ratio = max(new, 0.9 * ratio + 0.1 * new)
         kappa = min(step / 10, 1) * 0.45
@@ -126,7 +126,7 @@ def test_steps_that_compute_the_form() -> None:
 
 def test_length_is_bounded_where_predictions_are_saturated() -> None:
     """The curvature is then 0, and the loss may be large."""
-    assert Steps().rates([0.0] * 10, excess=1e4, labels=1e4)[-1] == 1
+    assert Steps().rates([1e-9] * 10, excess=1e4, labels=1e4)[-1] == 1
 
 
 class LargeBatch(layers.Layer):

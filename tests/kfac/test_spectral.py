@@ -125,9 +125,9 @@ def test_learning_rate_is_a_factor(first: float | None, rate: float) -> None:
         model.train_on_batch(0 * X, Y, np.zeros(len(X)))
         optimizer.learning_rate = then
         moves.append(moved(model))
-    for one, whole in zip(*moves, strict=True):
+    for move, whole in zip(*moves, strict=True):
         assert np.abs(whole).max() > 5e-4
-        np.testing.assert_allclose(one, rate * whole, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(move, rate * whole, rtol=1e-4, atol=1e-6)
 
 
 # ------------------------------------------------------ gradients of nothing
@@ -163,9 +163,9 @@ def test_weights_without_a_gradient_do_not_move(
     kernel, bias, last, _ = (new - old for new, old in pairs)
     assert not kernel[missing].any()
     assert not last[dead].any()
-    for one in (kernel, bias):
+    for change in (kernel, bias):
         for where in (dead, pruned):
-            assert not one[..., where].any()
+            assert not change[..., where].any()
     living = np.delete(kernel, np.r_[dead, pruned], 1)
     living = np.delete(living, np.r_[missing], 0)
     assert np.abs(living).min() > 1e-6
@@ -218,8 +218,8 @@ def test_nan_in_the_state(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     assert model.optimizer.events() == events
     assert all(
         np.isfinite(v).all()
-        for one in state_of(model).preconditioners
-        for v in (*one.decomposition.variables, *one.momentum.variables)
+        for block in state_of(model).preconditioners
+        for v in (*block.decomposition.variables, *block.momentum.variables)
     )
 
 
@@ -266,9 +266,9 @@ def test_a_loss_that_is_not_finite_counts_as_0(value: float) -> None:
 
     usual = step(cross_entropy())  # at least 0.5625 nats: kappa = 0.45
     unknown = step(lambda y, p: replace_value(cross_entropy()(y, p)))
-    for one, other in zip(unknown, usual, strict=True):
-        assert rms(one) > 2e-3
-        np.testing.assert_allclose(one, 0.07 / 0.45 * other, rtol=1e-3)
+    for move, other in zip(unknown, usual, strict=True):
+        assert rms(move) > 2e-3
+        np.testing.assert_allclose(move, 0.07 / 0.45 * other, rtol=1e-3)
 
 
 # ------------------------------------------------------- losses of a loop
@@ -339,8 +339,8 @@ def test_summary_says_what_momenta_take() -> None:
         model.train_on_batch(X, Y)
     kept = [
         variable
-        for one in state_of(model).preconditioners
-        for variable in one.momentum.variables
+        for block in state_of(model).preconditioners
+        for variable in block.momentum.variables
     ]
     assert sum(v.numpy().nbytes for v in kept) == 424
     del sizes["total"]

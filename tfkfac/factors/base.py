@@ -271,9 +271,9 @@ class Factor(abc.ABC):
             side: Side of the gradient on which the inverse is multiplied.
         """
 
-    @abc.abstractmethod
     def root_parts(self) -> dict[str, Part]:
-        """Specs of the tensors that `root` returns, by suffix."""
+        """Specs of the tensors that `root` returns; if R is symmetric."""
+        return self.inverse_parts()
 
     @abc.abstractmethod
     def root(

@@ -212,11 +212,7 @@ class LowRank(Factor):
     def _inverse(
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        V, scale = self._correction(value, damping)
-        return {
-            "": tf.cast(V, value.dtype),
-            _SCALE: tf.cast(scale, value.dtype),
-        }
+        return _stored(*self._correction(value, damping), value.dtype)
 
     def _correction(
         self, value: tf.Tensor, damping: tf.Tensor
@@ -238,10 +234,6 @@ class LowRank(Factor):
         return tf.linalg.matrix_transpose(correction), 1 / shift
 
     @override
-    def root_parts(self) -> dict[str, Part]:
-        return self.inverse_parts()
-
-    @override
     def root(
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
@@ -258,8 +250,7 @@ class LowRank(Factor):
         # (1 - sqrt(1 - e)) / e = 1 / (1 + sqrt(1 - e)), without cancellation.
         lengths = tf.math.rsqrt(1 + tf.sqrt(tf.maximum(1 - e, 0)))
         V = tf.matmul(V, E) * lengths[..., None, :]
-        parts = {"": V, _SCALE: tf.sqrt(scale)}
-        return {key: tf.cast(x, value.dtype) for key, x in parts.items()}
+        return _stored(V, tf.sqrt(scale), value.dtype)
 
     @override
     def multiply(
@@ -314,6 +305,13 @@ class LowRank(Factor):
             axis, shape = -1, [self.size]
         inside, rest = tf.split(values, [self.rank, 1], axis)
         return tf.concat([inside, rest * tf.ones(shape, rest.dtype)], axis)
+
+
+def _stored(
+    V: tf.Tensor, scale: tf.Tensor, dtype: tf.DType
+) -> dict[str, tf.Tensor]:
+    """Return the parts of `c (I - V V^T)`."""
+    return {"": tf.cast(V, dtype), _SCALE: tf.cast(scale, dtype)}
 
 
 class _Correction(MatrixPart):

@@ -239,10 +239,6 @@ class Diagonal(Factor):
         return {"": 1 / (value + shift)}
 
     @override
-    def root_parts(self) -> dict[str, Part]:
-        return self.inverse_parts()
-
-    @override
     def root(
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:

@@ -226,6 +226,7 @@ class Decomposition(Slots, Member):
         return finite
 
     def _parts(self) -> Tensors:
+        """Return the stored tensors in the dtype of the solver."""
         tensors: Tensors = dict(zip(self.names, self.tensors, strict=True))
         # Solvers accept bfloat16 and cast where they need more precision.
         if self._dtype != tf.bfloat16:

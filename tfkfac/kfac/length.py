@@ -21,7 +21,8 @@ of about twice the change of the predictions in nats.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -69,8 +70,8 @@ class Batch(NamedTuple):
 
     labels: tf.Tensor
     """Number of labels of a term, weighted by the share of this replica."""
-    curvature: Callable[[Gradients], tf.Tensor | None]
-    """Returns `D^T F D` of a direction, or None if it cannot be computed."""
+    curvature: Callable[[Gradients], tf.Tensor]
+    """Returns `D^T F D` of a direction; NaN if it cannot be computed."""
 
     @classmethod
     def of(cls, step: Step, advise: Callable[[str, str], None]) -> "Batch":
@@ -89,9 +90,10 @@ class Batch(NamedTuple):
             total = functools.partial(differentiable_sum, step.group)
         calls = ForwardTap.open(job.model).pop_items()
 
-        def curvature(directions: Gradients) -> tf.Tensor | None:
+        def local_curvature(directions: Gradients) -> tf.Tensor:
+            unknown = tf.constant(math.nan, tf.float64)
             if not step.batch.arguments:
-                return None
+                return unknown
             try:
                 inputs = LossInputs.of(job.model, step.batch, loss, calls)
                 if takes_any_batch(job.model):
@@ -107,8 +109,12 @@ class Batch(NamedTuple):
                 )
             except Exception as error:  # the model may not allow a second call
                 advise(_without_curvature(job, error), _NO_CURVATURE)
-                return None
-            (form,) = step.group.all_reduce([form[0, 0]])
+                return unknown
+            return form[0, 0]
+
+        def curvature(directions: Gradients) -> tf.Tensor:
+            # All replicas take part, also one whose batch shape fails.
+            (form,) = step.group.all_reduce([local_curvature(directions)])
             return form
 
         def choose(size: tf.Tensor) -> Examples:
@@ -138,25 +144,24 @@ class SpectralLength(Slots):
 
     def rate(
         self,
-        squares: Sequence[tf.Tensor],
+        square: tf.Tensor,
         excess: tf.Tensor,
         labels: tf.Tensor,
-        curvature: Callable[[], tf.Tensor | None],
+        curvature: Callable[[], tf.Tensor],
         updates: tf.Tensor,
     ) -> tf.Tensor:
         """Return r, the multiplier of all D.
 
         Args:
-            squares: `|Q|^2` of each block.
+            square: `sum |Q|^2`.
             excess: `L - H`.
             labels: n.
-            curvature: Returns `D^T F D`, or None to keep the ratio.
+            curvature: Returns `D^T F D`, NaN if it is unknown.
             updates: T.
         """
-        total = tf.add_n([tf.cast(x, tf.float64) for x in squares])
         self.steps.assign_add(1)
         due = (self.steps <= _EARLY) | tf.equal(self.steps % _INTERVAL, 0)
-        when(due, lambda: self._update_ratio(curvature(), total))
+        when(due, lambda: self._update_ratio(curvature(), square))
         # The gradients may be finite although the loss is not.
         excess = tf.where(tf.math.is_finite(excess), excess, 0.0)
         # c; a decrease by its root is enough where the loss bounds the length.
@@ -167,16 +172,20 @@ class SpectralLength(Slots):
         kappa = tf.minimum(by_loss, by_labels)
         kappa = tf.maximum(kappa, _MIN_LENGTH * shorter)
         warmup = tf.minimum(tf.cast(self.steps, tf.float64) / _WARMUP, 1.0)
-        length = tf.sqrt(self.ratio * total)
+        length = tf.sqrt(self.ratio * square)
         rate = warmup * tf.math.divide_no_nan(kappa, length)
         return tf.clip_by_value(rate, _MIN_RATE * shorter, _MAX_RATE)
 
-    def _update_ratio(self, form: tf.Tensor | None, total: tf.Tensor) -> None:
-        """Update rho by `D^T F D` and `sum |Q|^2`."""
-        if form is None:
-            return
-        new = tf.math.divide_no_nan(form, total)
+    def _update_ratio(self, form: tf.Tensor, square: tf.Tensor) -> None:
+        """Update rho by `D^T F D` and `sum |Q|^2`.
+
+        A form that is not positive says nothing: the batch has no weight, or
+        the loss is not convex in its inputs.
+        """
+        known = tf.math.is_finite(form) & (form > 0)
+        new = tf.math.divide_no_nan(form, square)
         new = tf.maximum(new, _MIN_RATIO)
         old = tf.where(tf.equal(self.steps, 1), new, self.ratio)
         mixed = tf.maximum(new, _MEMORY * old + (1 - _MEMORY) * new)
-        self.ratio.assign(tf.where(tf.math.is_finite(mixed), mixed, self.ratio))
+        known &= tf.math.is_finite(mixed)
+        self.ratio.assign(tf.where(known, mixed, self.ratio))

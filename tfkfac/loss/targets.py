@@ -62,7 +62,7 @@ def _by_likelihood(terms: LossTerms, function: Any) -> tf.Tensor:
         return tf.zeros([], tf.float64)
     if verdict is None:
         return function(call, terms.likelihood)
-    # The names of the candidates differ at most in the form of the outputs.
+    # Several candidates may be forms of one likelihood.
     values = {
         name: function(call, name) for name in dict.fromkeys(verdict.names)
     }
