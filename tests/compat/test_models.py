@@ -320,7 +320,7 @@ def test_swap_averages_of() -> None:
         np.testing.assert_array_equal(value, want)
 
 
-def test_models_that_take_any_batch() -> None:
+def test_free_batch_axis() -> None:
     """Not a subclass, nor a model of a fixed batch size."""
 
     class Own(keras.Model):
@@ -333,9 +333,26 @@ def test_models_that_take_any_batch() -> None:
         keras.Sequential([keras.Input((3,), batch_size=n), layers.Dense(2)])
         for n in (None, 4)
     )
-    assert models.takes_any_batch(keras.Model(inputs, merged))
-    assert models.takes_any_batch(free)
-    assert not models.takes_any_batch(fixed)
-    assert not models.takes_any_batch(Own())
+    assert models.has_free_batch_axis(keras.Model(inputs, merged))
+    assert models.has_free_batch_axis(free)
+    assert not models.has_free_batch_axis(fixed)
+    assert not models.has_free_batch_axis(Own())
     reshaped = keras.ops.reshape(merged, [4, 5])
-    assert not models.takes_any_batch(keras.Model(inputs, reshaped))
+    assert not models.has_free_batch_axis(keras.Model(inputs, reshaped))
+
+
+def test_layers_with_a_call_of_keras() -> None:
+    """Also in a subclass with another constructor."""
+
+    class Wide(layers.Dense):
+        def __init__(self) -> None:
+            super().__init__(100)
+
+    class Twice(layers.Layer):
+        def call(self, x: Any) -> Any:
+            return 2 * x
+
+    for layer in (layers.Dense(2), layers.LSTM(2), Wide()):
+        assert models.has_keras_call(layer)
+    for layer in (Twice(), layers.Lambda(lambda x: x)):
+        assert not models.has_keras_call(layer)

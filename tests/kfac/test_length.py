@@ -12,6 +12,7 @@ from keras import layers
 
 import tfkfac
 from tests.support.reference import Array
+from tfkfac.kfac import length
 from tfkfac.kfac.length import SpectralLength
 
 SQUARES = 2.0, 3.0  # |Q|^2 of two blocks
@@ -138,6 +139,34 @@ class LargeBatch(layers.Layer):
         return x
 
 
+class Constant(layers.Layer):
+    """Contains the batch size 32."""
+
+    def call(self, x: Any) -> Any:
+        return tf.reshape(tf.reshape(x, [8, 4, -1]), [32, -1])
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return shape
+
+
+class Even(layers.Layer):
+    """Needs an even batch size."""
+
+    def call(self, x: Any) -> Any:
+        half = tf.shape(x)[0] // 2
+        return tf.reshape(tf.reshape(x, [half, 2, -1]), [2 * half, 4])
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return shape
+
+
+class Noise(layers.Layer):
+    """Takes any batch size."""
+
+    def call(self, x: Any) -> Any:
+        return x + keras.random.normal(keras.ops.shape(x), seed=1)
+
+
 class NoSecond(keras.Model):
     """Has an operation without a second derivative."""
 
@@ -187,3 +216,29 @@ def test_sparse_inputs() -> None:
         warnings.simplefilter("error")
         model.train_on_batch(x, tf.zeros([8, 4]))
     assert float(model.optimizer.method.states[0].length.ratio) != 1.0
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "rows"),
+    [(Constant, 32, 32), (Even, 30, 30), (Noise, 32, 8), (None, 32, 8)],
+)
+def test_examples_of_the_form(
+    monkeypatch: pytest.MonkeyPatch, layer: Any, size: int, rows: int
+) -> None:
+    """A quarter of the batch, unless a layer may need the whole batch."""
+    taken = []
+
+    def curvature(model: Any, inputs: Any, *args: Any) -> Any:
+        (x,) = inputs.call.args
+        tf.py_function(lambda n: taken.append(int(n)), [tf.shape(x)[0]], [])
+        return original(model, inputs, *args)
+
+    original = length.directional_curvature
+    monkeypatch.setattr(length, "directional_curvature", curvature)
+    stack = [keras.Input((4,)), layers.Dense(4)]
+    model = compiled(keras.Sequential(stack + ([layer()] if layer else [])))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x = np.random.default_rng(0).normal(size=(2 * size, 4))
+        model.fit(x, x[:, ::-1], batch_size=size, verbose=0)
+    assert taken == [rows] * 2

@@ -127,11 +127,10 @@ def compiled_loss(model: keras.Model) -> Any:
     return model._compile_loss
 
 
-def takes_any_batch(model: keras.Model) -> bool:
-    """True if a model was built for batches of any size.
+def has_free_batch_axis(model: keras.Model) -> bool:
+    """True for a functional model with a batch axis of unknown size.
 
-    A functional model has inputs and outputs with a batch axis of unknown
-    size. The `call` of a subclass may contain the batch size as a constant.
+    This refers to the inputs and outputs of the model.
     """
     inputs = getattr(model, "inputs", None)
     if not inputs:
@@ -140,6 +139,13 @@ def takes_any_batch(model: keras.Model) -> bool:
         x.shape is not None and len(x.shape) > 0 and x.shape[0] is None
         for x in keras.tree.flatten([inputs, model.outputs])
     )
+
+
+def has_keras_call(layer: keras.layers.Layer) -> bool:
+    """True if `call` of a layer is code of Keras only."""
+    if isinstance(layer, keras.layers.Lambda):
+        return False
+    return type(layer).call.__module__.partition(".")[0] == "keras"
 
 
 def call_takes_training(layer: keras.layers.Layer) -> bool:

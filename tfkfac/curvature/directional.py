@@ -10,13 +10,21 @@ import tensorflow as tf
 
 from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.compat.graphs import Sum
+from tfkfac.compat.models import (
+    all_layers,
+    has_free_batch_axis,
+    has_keras_call,
+)
 from tfkfac.curvature.gauss_newton import (
     Direction,
     gauss_newton_form,
     penalty_form,
 )
-from tfkfac.loss.batch import LossBatch, find_call
+from tfkfac.loss.batch import LossBatch, find_call, stateless
 from tfkfac.loss.shares import LossMeasure
+
+# An odd batch size that few models contain as a constant.
+_OTHER_SIZE = 7
 
 
 class Selection(Protocol):
@@ -111,6 +119,43 @@ class LossInputs:
         return dataclasses.replace(
             self, call=call, arguments=arguments, shares=shares
         )
+
+
+def takes_any_batch(model: keras.Model, call: ForwardCall) -> bool:
+    """True if a call of a model can be repeated with other batch sizes.
+
+    The `call` of a layer that is not of Keras may contain the batch size as a
+    constant. Then the call is traced with another size.
+    """
+    if not has_free_batch_axis(model):
+        return False
+    if all(map(has_keras_call, all_layers(model))):
+        return True
+    inputs = (call.args, call.kwargs)
+    leaves = [x for x in keras.tree.flatten(inputs) if _has_examples(x)]
+    if not all(isinstance(x, tf.Tensor) for x in leaves):
+        return False
+
+    def repeat(*tensors: tf.Tensor) -> Any:
+        remaining = iter(tensors)
+        args, kwargs = keras.tree.map_structure(
+            lambda x: next(remaining) if _has_examples(x) else x, inputs
+        )
+        with stateless(model):
+            return model(*args, **kwargs)
+
+    specs = [
+        tf.TensorSpec([_OTHER_SIZE, *x.shape[1:]], x.dtype) for x in leaves
+    ]
+    try:
+        traced = tf.function(repeat, autograph=False)
+        outputs = traced.get_concrete_function(*specs).structured_outputs
+    except Exception:  # the model refuses the size, or a second trace
+        return False
+    return all(
+        tf.TensorShape(x.shape)[:1] == [_OTHER_SIZE]
+        for x in keras.tree.flatten(outputs)
+    )
 
 
 def directional_curvature(

@@ -31,8 +31,11 @@ from tfkfac.blocks.statistics import Examples, Subsample
 from tfkfac.capture.model_taps import ForwardTap
 from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import Sum
-from tfkfac.compat.models import takes_any_batch
-from tfkfac.curvature.directional import LossInputs, directional_curvature
+from tfkfac.curvature.directional import (
+    LossInputs,
+    directional_curvature,
+    takes_any_batch,
+)
 from tfkfac.curvature.hessian import ADVICE
 from tfkfac.distributed.collectives import differentiable_sum
 from tfkfac.kfac.averages import SPECTRAL
@@ -96,7 +99,7 @@ class Batch(NamedTuple):
                 return unknown
             try:
                 inputs = LossInputs.of(job.model, step.batch, loss, calls)
-                if takes_any_batch(job.model):
+                if takes_any_batch(job.model, inputs.call):
                     inputs = inputs.select(choose)
                 form = directional_curvature(
                     job.model,
