@@ -59,6 +59,8 @@ class FOSI(SecondOrderOptimizer):
     must call this method too.
 
     >>> model.compile(optimizer=tfkfac.FOSI("adam"), loss="mse")
+    >>> model.fit(x, y, epochs=10)
+    >>> curvatures = model.optimizer.spectrum()
 
     Args:
         inner_optimizer: A Keras optimizer, its identifier or config, or a
