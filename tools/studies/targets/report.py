@@ -49,9 +49,9 @@ and first step. The standard error of a ratio is the jackknife's over the seeds.
 "Less", "more", "better" and "worse" need a difference of three standard errors;
 otherwise it says "tie" or "level".
 
-`KFAC()` is trained as it comes, with Adam's batch and epochs, and three seeds
-(one on the ResNet-20), which are compared with the same seeds of the best
-baseline. It was trained on another, loaded machine: its time is not compared.
+`KFAC()` has no setting, and Adam's batch and epochs. It has three seeds (one on
+the ResNet-20), which are compared with the same seeds of the best baseline. It
+was trained on another, loaded machine: its time is not compared.
 The length of its steps in long runs (the constant 400) was chosen on two of
 these seeds, by this metric.
 
