@@ -257,9 +257,9 @@ def against_muon(records: Sequence[Record]) -> str:
         f"`KFAC()` ends better than tuned Muon on: {lists['less']}. "
         f"Level: {lists[TIE]}. Worse: {lists['more']}. Its training loss is "
         f"lower on {len(tiny) - len(losing)} of {len(tiny)} tiny problems, and "
-        f"higher on: {', '.join(losing) or 'none'}. This takes {seconds:.2g} "
-        "times Muon's processor seconds (geometric mean, not all on one "
-        "machine)."
+        f"higher on: {', '.join(losing) or 'none'}. The tiny trainings "
+        f"take {seconds:.2g} times Muon's processor seconds (geometric mean, "
+        "not all on one machine)."
     )
 
 
