@@ -1,11 +1,28 @@
-"""MkDocs hook: check that each public name of tfkfac is on a page."""
+"""MkDocs hooks: link examples; check that each public name is on a page."""
 
 import ast
 import pathlib
 import zlib
 from typing import Any
 
+from mkdocs.structure.files import File
+
 PACKAGE = pathlib.Path(__file__).parents[1] / "tfkfac"
+EXAMPLES = PACKAGE.parent / "examples"
+# Links of the first page to the examples, and their place in the site.
+SOURCE, TARGET = "](../../examples/", "](examples/"
+
+
+def on_files(files: Any, config: Any, **_: Any) -> None:
+    """Add the scripts of the examples and the notebook to the site."""
+    for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")):
+        name = f"examples/{path.name}"
+        files.append(File.generated(config, name, abs_src_path=str(path)))
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Let links to the examples lead to their copies in the site."""
+    return markdown.replace(SOURCE, TARGET)
 
 
 def on_post_build(config: Any, **_: Any) -> None:

@@ -1,16 +1,22 @@
 """The public docstrings are an API reference: they name every argument."""
 
 import ast
+import doctest
 import inspect
 import pathlib
 import re
+import textwrap
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfkfac
+from tfkfac.solvers import SOLVERS
 
 PACKAGE = pathlib.Path(tfkfac.__file__).parent
 NOT_FOR_USERS = {"self", "cls"}
@@ -78,6 +84,67 @@ def test_every_argument_and_method_is_described(name: str) -> None:
         is_for_all = name.rpartition(".")[0] in ("tfkfac", "tfkfac.callbacks")
         if is_for_all and callable(method):
             assert arguments(method) <= described(text), member
+
+
+def examples() -> Iterator[tuple[str, str]]:
+    """The code of the public docstrings, those of methods too."""
+    for name, value in PUBLIC.items():
+        members = public_members(value) if inspect.isclass(value) else ()
+        for member, owner in (("", value), *members):
+            text = inspect.getdoc(owner) or ""
+            fenced = re.findall(
+                r"^( *)```python\n(.*?)^\1```$", text, re.M | re.S
+            )
+            prompts = doctest.DocTestParser().get_examples(text)
+            parts = [textwrap.dedent(code) for _, code in fenced]
+            parts += ["".join(prompt.source for prompt in prompts)]
+            if code := "\n".join(parts).strip():
+                yield f"{name}.{member}".rstrip("."), code
+
+
+EXAMPLES = dict(examples())
+
+
+def test_names_for_all_users_have_an_example() -> None:
+    rooms = "tfkfac", "tfkfac.callbacks", "tfkfac.curvature", "tfkfac.schedules"
+    names = {name for name in PUBLIC if name.rpartition(".")[0] in rooms}
+    assert names <= EXAMPLES.keys()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """With a network of one input, and its data, under the usual names."""
+    monkeypatch.chdir(tmp_path)
+    x = np.linspace(-1.0, 1.0, 64, dtype="float32")[:, None]
+    y = np.sin(3 * x)
+    model = keras.Sequential(
+        [
+            keras.Input((1,)),
+            keras.layers.Dense(8, "tanh"),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(), "mse")
+    given = {
+        "keras": keras,
+        "np": np,
+        "tf": tf,
+        "tfkfac": tfkfac,
+        "x": x,
+        "y": y,
+        "dataset": tf.data.Dataset.from_tensor_slices((x, y)).batch(32),
+        "model": model,
+        "net": model,
+        "optimizer": tfkfac.GaussNewton(),
+    }
+    floatx = keras.config.floatx()
+    try:
+        exec(EXAMPLES[name], given)
+    finally:
+        keras.config.set_floatx(floatx)
+        SOLVERS.pop("undamped", None)
 
 
 def test_first_lines_name_the_thing() -> None:

@@ -32,6 +32,31 @@ def test_one_version() -> None:
     )
 
 
+def test_supported_versions() -> None:
+    """README's sentence, which two pages include, is that of setup.cfg."""
+    config = (ROOT / "setup.cfg").read_text()
+    bounds = re.findall(
+        r"^ *(\w+)(?: = )?>=([\d.]+),<(\d+)\.(\d+)$", config, re.M
+    )
+    names = {"python_requires": "Python", "tensorflow": "TensorFlow"}
+    names["keras"] = "Keras"
+    ranges = [
+        f"{names[key]} {low} to {major}.{int(minor) - 1}"
+        for key, low, major, minor in bounds
+        if key in names
+    ]
+    assert len(ranges) == 3
+    readme = (ROOT / "README.md").read_text()
+    sentence = f"{ranges[0]}, {ranges[1]}, and {ranges[2]}."
+    mark = "<!-- --8<-- [start:versions] -->\n"
+    assert f"{mark}tfkfac needs {sentence}\n" in readme
+    classifiers = re.findall(r"Python :: (3\.\d+)$", config, re.M)
+    assert ranges[0] == f"Python {classifiers[0]} to {classifiers[-1]}"
+    for page in ("index.md", "guide/training.md"):
+        text = (ROOT / "docs" / "pages" / page).read_text()
+        assert '--8<-- "README.md:versions"\n' in text
+
+
 def test_the_files_of_the_quick_set_and_of_workflows_exist() -> None:
     for line in (ROOT / "tests" / "quick.txt").read_text().splitlines():
         assert (ROOT / line).exists(), line

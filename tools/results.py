@@ -1,10 +1,11 @@
 """Write the figures of the documentation from the records.
 
-    python tools/results.py             # writes the page and the README's table
+    python tools/results.py             # writes the page, and README's parts
     python tools/results.py --commands  # prints the command of each study
 
-All figures go into docs/pages/results.md, the first table into README.md. A
-record of docs/trainings.json is a training of studies/time_to_target.py, one of
+All figures go into docs/pages/results.md, the first table and the main claims
+into README.md. A record of docs/trainings.json is a training of
+studies/time_to_target.py, one of
 docs/gauss_newton.json has the errors of an optimizer of
 examples/gauss_newton.py. A record of docs/results.json is another study: its
 table, the command that repeats it, the machine and the commits of its figures.
@@ -35,7 +36,12 @@ RACERS = {
     "tf_levenberg_marquardt": "tf-levenberg-marquardt",
     "adam": "Adam",
 }
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+# In the README between `<!-- --8<-- [start:NAME] -->` and `[end:NAME]`.
+PARTS = {
+    "headline": report.headline,
+    "muon": report.against_muon,
+    "results": lambda runs: markdown_table(*report.summary(runs)),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write() -> None:
-    """Write the page and the README's table."""
+    """Write the page and the README's parts."""
     PAGE.write_text(page(json.loads(RECORDS.read_text())))
-    README.write_text(with_table(README.read_text()))
+    README.write_text(with_parts(README.read_text()))
 
 
 def commands() -> Iterator[str]:
@@ -65,12 +71,15 @@ def commands() -> Iterator[str]:
         yield study["command"]
 
 
-def with_table(text: str) -> str:
-    """Return a text with the README's table between its two marks."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    table = markdown_table(*report.summary(Records(TRAININGS).runs))
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+def with_parts(text: str) -> str:
+    """Return the text of the README with the parts of the records."""
+    runs = Records(TRAININGS).runs
+    for name, function in PARTS.items():
+        start, end = (f"<!-- --8<-- [{m}:{name}] -->" for m in ("start", "end"))
+        before, rest = text.split(start)
+        _, after = rest.split(end)
+        text = f"{before}{start}\n{function(runs)}\n{end}{after}"
+    return text
 
 
 def page(records: Mapping[str, Any]) -> str:

@@ -1,10 +1,14 @@
-"""Gu et al., DHO2: Accelerating Distributed Hybrid Order Optimization."""
+"""Gu et al., DHO2 (arXiv 2505.00982), first version of May 2025.
+
+The second version, "... via Model Parallelism and ADMM", has another update,
+which is not implemented.
+"""
 
 from typing import Any
 
 from experiments.running import Case, Experiment, Training, optimizer
 
-PAPER = "DHO2 (2025)"
+PAPER = "DHO2 (first version, 2025)"
 # The optimizer, its arguments, and True if one worker trains alone.
 METHODS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "DHO2": ("fosi", {}, False),
@@ -16,7 +20,7 @@ METHODS: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 # Of 264 steps, so that most steps have directions.
 QUICK_FOSI = {"warmup_steps": 20, "update_interval": 60}
-ELSEWHERE = "larger ResNets and GPT-2, on up to 16 GPUs."
+ELSEWHERE = "DenseNet-201, VGG-16, larger ResNets and Swin, on 32 GPUs."
 
 
 def method(case: Case, quick: bool) -> Training:

@@ -1,4 +1,4 @@
-"""The guide's snippets run after README's first one."""
+"""The snippets of README and guide run, after README's complete program."""
 
 import os
 import pathlib
@@ -34,17 +34,18 @@ def run(folder: pathlib.Path, text: str) -> str:
 
 @pytest.mark.slow
 def test_snippets_of_the_guide(tmp_path: pathlib.Path) -> None:
-    [first, *_] = snippets(ROOT / "README.md")
+    [four_lines, program, *_] = snippets(ROOT / "README.md")
     [tuned] = snippets(GUIDE / "tuning.md")
     [spectral] = snippets(GUIDE / "spectral.md")
     [*_, loop] = snippets(GUIDE / "training.md")
     script = [
-        first,
+        program,
         tuned.replace("epochs=6", "epochs=1"),
         spectral,
         "model.compile(optimizer, loss)\nmodel.fit(x, y, batch_size=250)",
         "import tensorflow as tf",
         loop,
         "print('loss', float(train_step(x[:250], y[:250])))",
+        four_lines,
     ]
     assert "loss 0." in run(tmp_path, "\n".join(script))

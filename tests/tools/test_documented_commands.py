@@ -156,7 +156,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         (folder / name).mkdir(parents=True)
     (folder / "my.py").write_text("def make(rate, decay): ...\n")
     (folder / "train.py").write_text("print('trained')\n")
-    snippet = re.search(r"^```python\n(.*?)^```$", README, re.M | re.S)
+    program = r"\[start:program\] -->\n```python\n(.*?)^```$"
+    snippet = re.search(program, README, re.M | re.S)
     assert snippet is not None
     (folder / "snippet.py").write_text(snippet[1])
     return folder

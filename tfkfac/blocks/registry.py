@@ -314,6 +314,9 @@ def register_block(
     attributes, use `like`. The attributes of `keras.layers.Dense` are
     `kernel`, and optionally `bias` and `activation`:
 
+    >>> class MyDense(keras.layers.Dense):
+    ...     def call(self, x):
+    ...         return self.activation(x @ self.kernel + self.bias)
     >>> tfkfac.register_block(MyDense, like=keras.layers.Dense)
 
     Otherwise, write a block. `tfkfac.blocks` has three base classes:

@@ -79,8 +79,9 @@ class ChiefBackup(
     checksum of its content. If a backup is damaged on any worker, all workers
     ignore it, print its name on stderr, and load the backup before it.
 
-    >>> backup = tfkfac.callbacks.ChiefBackup("/shared/backups/run-1")
-    >>> model.fit(dataset, epochs=90, callbacks=[backup])
+    >>> backup = tfkfac.callbacks.ChiefBackup("backups/run-1")
+    >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
+    >>> model.fit(dataset, epochs=10, callbacks=[backup])
 
     Args:
         directory: Directory of the backups, for this job only. If the job has

@@ -44,6 +44,7 @@ class CurvatureLogger(keras.callbacks.Callback):
     for TensorBoard.
 
     >>> logger = tfkfac.callbacks.CurvatureLogger("runs/first", every=100)
+    >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
     >>> model.fit(x, y, callbacks=[logger])
 
     Args:

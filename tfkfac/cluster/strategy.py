@@ -93,13 +93,12 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     #             "task": {"type": "worker", "index": 1}}'
     strategy = tfkfac.MultiWorkerMirroredStrategy()
     with strategy.scope():
-        model = keras.applications.ResNet50(weights=None)
+        model = keras.Sequential([keras.layers.Dense(1)])
         model.compile(
-            optimizer=tfkfac.KFAC(distribution="dp_kfac"),
-            loss="sparse_categorical_crossentropy",
+            optimizer=tfkfac.KFAC(distribution="dp_kfac"), loss="mse"
         )
     # The batch size of the dataset is the total of all workers.
-    model.fit(dataset, epochs=55)
+    model.fit(dataset, epochs=10)
     ```
     """
 

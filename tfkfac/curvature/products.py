@@ -126,6 +126,11 @@ def hessian_vector_product(
     vectors have the same dropout mask. Second derivatives of normalisation
     layers are exact; those of plain TensorFlow are not.
 
+    >>> n = model.count_params()
+    >>> values, vectors = tfkfac.curvature.lanczos(
+    ...     lambda v: tfkfac.curvature.hessian_vector_product(model, x, y, v),
+    ...     size=n, steps=20, num_largest=1)
+
     Args:
         model: A built and compiled model. The Hessian is taken with respect to
             its trainable variables.

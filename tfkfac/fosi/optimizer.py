@@ -43,8 +43,8 @@ class FOSI(SecondOrderOptimizer):
     inner optimizer's bit for bit (after conversion of sparse embedding
     gradients to dense gradients).
 
-    Under several replicas this is DHO2 (Gu et al., 2025): the basis of the
-    Lanczos iteration and the directions are divided among the replicas.
+    Under several replicas this is DHO2 (Gu et al., 2025, first version): the
+    basis of the Lanczos iteration and the directions are divided among them.
 
     FOSI helps for nearly quadratic losses with few extreme directions, on
     large batches, with SGD as inner optimizer. In a study of an autoencoder, a
@@ -59,6 +59,8 @@ class FOSI(SecondOrderOptimizer):
     must call this method too.
 
     >>> model.compile(optimizer=tfkfac.FOSI("adam"), loss="mse")
+    >>> model.fit(x, y, epochs=10)
+    >>> curvatures = model.optimizer.spectrum()
 
     Args:
         inner_optimizer: A Keras optimizer, its identifier or config, or a

@@ -39,6 +39,10 @@ class FactorAverages(Slots, Member):
     correction instead of a start at the identity). `t` counts this block's
     accepted updates.
 
+    Both papers (Distributed K-FAC, eq. 14 and 15; DP-KFAC, eq. 10 and 11) print
+    the weight in [0.9, 1) at the new batch. The programs of their authors have
+    it at the old average, as here.
+
     The dtype is that of the statistics, at least float32: half precision
     would round a new batch's contribution `(1 - decay) batch` to zero.
 

@@ -67,6 +67,8 @@ class KFAC(SecondOrderOptimizer):
     classes of your own get a block by `tfkfac.register_block`.
 
     >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
+    >>> model.fit(x, y, epochs=10)
+    >>> model.optimizer.summary()
 
     Args:
         inner_optimizer: A Keras optimizer, its identifier or config, or a

@@ -71,8 +71,8 @@ class Row:
         error: Standard error of the ratio, by leaving out one seed at a time;
             infinite if the target is not reached without some seed.
         claim: "less" or "more" seconds than that baseline, "tie", "not
-            reached"; "" for a baseline, and for `KFAC()`, which was not timed
-            together with the baselines.
+            reached"; "" for a baseline, and for `KFAC()` if it was not timed
+            together with the baselines, by one command.
         end: "less" or "more" final loss than the target, or "tie".
     """
 
@@ -122,10 +122,7 @@ def compare(
         ends = {one: mean_curve(one, settings[one])[-1][1] for one in rivals}
         if ends and min(ends.values()) < math.inf:
             best = min(ends, key=lambda one: ends[one])
-            rows = {
-                one: _row(settings, one, best, rivals, seeds)
-                for one in settings
-            }
+            rows = {one: _row(settings, one, best, rivals) for one in settings}
             yield Comparison(rows[best], [*rows.values()])
 
 
@@ -148,9 +145,9 @@ def _row(
     own: Run,
     best: Run,
     rivals: Sequence[Run],
-    seeds: Sequence[int],
 ) -> Row:
     """Return the row of a method."""
+    own_seeds = {record["run"]["seed"] for record in settings[own]}
 
     def times(left_out: int | None) -> dict[Run, float]:
         """Return the seconds of those that reach the target."""
@@ -160,7 +157,7 @@ def _row(
                 [
                     record
                     for record in settings[one]
-                    if record["run"]["seed"] != left_out
+                    if record["run"]["seed"] in own_seeds - {left_out}
                 ],
             )
             for one in {own, best, *rivals}
@@ -177,9 +174,8 @@ def _row(
         first = min(found[one] for one in rivals if one in found)
         return found.get(own, math.inf) / first
 
-    whole, count = ratio(None), len(seeds)
-    is_timed = count > 1 and not is_untuned(own.method)
-    parts = [ratio(seed) for seed in seeds] if is_timed else [math.inf]
+    whole, count = ratio(None), len(own_seeds)
+    parts = [ratio(s) for s in own_seeds] if count > 1 else [math.inf]
     error = math.inf
     if math.inf not in parts:
         mean = statistics.fmean(parts)
@@ -206,8 +202,21 @@ def _row(
         finals(settings[own]),
         None if math.isinf(whole) else whole,
         error,
-        "" if is_baseline(own.method) or is_untuned(own.method) else claim,
+        claim if _is_timed(settings, own, rivals) else "",
         judge(differences),
+    )
+
+
+def _is_timed(
+    settings: Mapping[Run, Sequence[Record]], own: Run, rivals: Sequence[Run]
+) -> bool:
+    """Return True if the time of a method may be compared with the rivals'."""
+    own_commands, rival_commands = (
+        {record["environment"] for run in runs for record in settings[run]}
+        for runs in ((own,), rivals)
+    )
+    return not is_baseline(own.method) and (
+        not is_untuned(own.method) or own_commands <= rival_commands
     )
 
 
