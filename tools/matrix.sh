@@ -65,6 +65,7 @@ try 1 python3.11 "" "tensorflow==2.21.*" "keras==3.15.*" || status=1
 try 2 python3.12 "" "tensorflow==2.21.*" "keras==3.15.*" || status=1
 try 3 python3.13 "" "tensorflow==2.21.*" "keras==3.15.*" || status=1
 try 4 python3.11 "" "tensorflow==2.20.*" "keras==3.14.*" || status=1
-try 5 python3.11 keras-nightly "tensorflow==2.21.*" || status=1
-try 6 python3.11 tf-nightly "keras==3.15.*" || status=1
+try 5 python3.11 "" "tensorflow==2.22.0rc0" "keras==3.15.*" || status=1
+try 6 python3.11 keras-nightly "tensorflow==2.21.*" || status=1
+try 7 python3.11 tf-nightly "keras==3.15.*" || status=1
 exit "$status"
