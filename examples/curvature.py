@@ -3,10 +3,10 @@
     python examples/curvature.py --seeds 3
 
 A tenth of the labels is wrong. The program fits a small network and takes the
-factors of all examples. For each layer it prints the cosine of `A (x) G` with the
-exact block of the Gauss-Newton matrix, the cosine of both damped solves of the
-gradient, and the share of the trace in the ten largest eigenvalues. The last
-lines tell how well two scores find the wrong labels.
+factors of all examples. For each layer it prints the cosine of `A (x) G` with
+the exact block of the Gauss-Newton matrix, the cosine of both damped solves of
+the gradient, and the share of the trace in the ten largest eigenvalues. The
+last lines tell how well two scores find the wrong labels.
 """
 
 import argparse
