@@ -35,7 +35,7 @@ print(*row.values())
 PYTHON
 }
 
-# Runs the quick set in a new environment; nightly versions do not fail.
+# Runs the quick set in a new environment; NEXT, a pre-release, does not fail.
 try() { # NUMBER PYTHON NEXT PACKAGE...
   local environment="$folder/$1" python="$2" next="$3"
   shift 3
@@ -48,7 +48,7 @@ try() { # NUMBER PYTHON NEXT PACKAGE...
   local pip=("$environment/bin/python" -m pip install --quiet
     --disable-pip-version-check)
   "${pip[@]}" "$root[test]" "$@"
-  if [[ -n "$next" ]]; then # the nightly package has the same module
+  if [[ -n "$next" ]]; then # a nightly package has the same module
     "$environment/bin/python" -m pip uninstall --quiet --yes \
       "$([[ "$next" == keras* ]] && echo keras || echo tensorflow)"
     "${pip[@]}" --pre --no-deps --force-reinstall "$next"
@@ -65,6 +65,8 @@ try 1 python3.11 "" "tensorflow==2.21.*" "keras==3.15.*" || status=1
 try 2 python3.12 "" "tensorflow==2.21.*" "keras==3.15.*" || status=1
 try 3 python3.13 "" "tensorflow==2.21.*" "keras==3.15.*" || status=1
 try 4 python3.11 "" "tensorflow==2.20.*" "keras==3.14.*" || status=1
-try 5 python3.11 keras-nightly "tensorflow==2.21.*" || status=1
-try 6 python3.11 tf-nightly "keras==3.15.*" || status=1
+# Release candidates of TensorFlow depend on keras-nightly: install without it.
+try 5 python3.11 "tensorflow==2.22.0rc0" "keras==3.15.*" || status=1
+try 6 python3.11 keras-nightly "tensorflow==2.21.*" || status=1
+try 7 python3.11 tf-nightly "keras==3.15.*" || status=1
 exit "$status"

@@ -212,7 +212,7 @@ def test_layer_in_a_wrapper_is_covered() -> None:
     assert all(block["G"].any() for block in blocks.values())
 
 
-# --------------------------------------------------------------- skip_layers
+# ----------------------------------------------- skip_layers and only_layers
 def nested() -> Any:
     """Layers `encoder/first`, `encoder/second` and `head`."""
     encoder = keras.Sequential(
@@ -226,29 +226,53 @@ def nested() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("skip", "kept"),
+    ("rules", "matched"),
     [
-        (["first"], ["encoder/second", "head"]),
-        (["encoder/.*"], ["head"]),
-        ("encoder", ["head"]),
-        ([".*d"], ["encoder/first"]),
-        (re.compile("SECOND", re.I), ["encoder/first", "head"]),
-        ([re.compile("enc.*/.*t")], ["encoder/second", "head"]),
-        (layers.Dense, ["encoder/second"]),
-        ([layers.BatchNormalization, "head"], ["encoder/first"]),
-        ([keras.Sequential], ["head"]),
-        (("head", "encoder/first"), ["encoder/second"]),
-        ((), ["encoder/first", "encoder/second", "head"]),
+        (["first"], ["encoder/first"]),
+        (["encoder/.*"], ["encoder/first", "encoder/second"]),
+        ("encoder", ["encoder/first", "encoder/second"]),
+        ([".*d"], ["encoder/second", "head"]),
+        (re.compile("SECOND", re.I), ["encoder/second"]),
+        ([re.compile("enc.*/.*t")], ["encoder/first"]),
+        (layers.Dense, ["encoder/first", "head"]),
+        ([layers.BatchNormalization, "head"], ["encoder/second", "head"]),
+        ([keras.Sequential], ["encoder/first", "encoder/second"]),
+        (("head", "encoder/first"), ["encoder/first", "head"]),
+        ((), []),
     ],
 )
-def test_skip_layers(skip: Any, kept: list[str]) -> None:
+def test_layer_rules(rules: Any, matched: list[str]) -> None:
     """By name, path, regular expression, class or container."""
-    optimizer = bind(nested(), skip_layers=skip)
-    assert list(blocks_of(optimizer)) == kept
-    assert set(leftovers_of(optimizer).values()) <= {"skip_layers"}
-    names = {path.split(":")[0] for path in leftovers_of(optimizer)}
-    everything = {"encoder/first", "encoder/second", "head"}
-    assert names == everything - set(kept)
+    everything = ["encoder/first", "encoder/second", "head"]
+    for argument, kept in (
+        ("skip_layers", [path for path in everything if path not in matched]),
+        ("only_layers", matched),
+    ):
+        optimizer = bind(nested(), **{argument: rules})
+        assert list(blocks_of(optimizer)) == kept
+        left = leftovers_of(optimizer)
+        assert set(left.values()) <= {"skip_layers or only_layers"}
+        names = {path.split(":")[0] for path in left}
+        assert names == set(everything) - set(kept)
+
+
+def test_skip_layers_decides() -> None:
+    """Of layers that both arguments match."""
+    optimizer = bind(nested(), only_layers="encoder", skip_layers="first")
+    assert list(blocks_of(optimizer)) == ["encoder/second"]
+
+
+def test_only_layers_of_a_loop() -> None:
+    """A cell has no block, whether or not its container is excluded."""
+    for rule in ("lstm", "lstm_cell"):
+        lstm = layers.LSTM(3, name="lstm")
+        head = layers.Dense(CLASSES, name="head")
+        model = sequential(lstm, head, shape=SEQUENCE)
+        optimizer = bind(model, only_layers=rule)
+        assert blocks_of(optimizer) == {}
+        left = leftovers_of(optimizer)
+        assert left["head:kernel"] == "skip_layers or only_layers"
+        assert left["lstm/lstm_cell:kernel"] == "used in the loop of a LSTM"
 
 
 def test_unmatched_expressions_are_refused() -> None:

@@ -1,5 +1,7 @@
 """Clusters from simulated environments of launchers."""
 
+import pathlib
+import re
 import socket
 from typing import Any
 
@@ -28,6 +30,11 @@ SLURM = BATCH | {
     "SLURM_STEP_NUM_TASKS": "3",
     "SLURM_STEP_NODELIST": "gpu[07-09]",
     "SLURM_PROCID": "1",
+}
+# As SageMaker's toolkit sets them; `mpirun -x` gives all ranks the same.
+SAGEMAKER = {
+    "SM_HOSTS": '["algo-1", "algo-2", "algo-3"]',
+    "SM_CURRENT_HOST": "algo-1",
 }
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "3"}
 KUBERNETES = {"JOB_COMPLETION_INDEX": "1", f"{KERAS}NUM_PROCESSES": "3"}
@@ -73,6 +80,21 @@ MPICH_IN_SLURM = SLURM | {"PMI_RANK": "1", "PMI_SIZE": "6"}
             "Open MPI",
             "Open MPI 12",
         ),
+        (
+            SAGEMAKER | OPEN_MPI | {"PMIX_NAMESPACE": "12"},
+            {},
+            unknown("algo-1:61000", 2),
+            "SageMaker (OMPI_COMM_WORLD_RANK=2",
+            "SageMaker 12",
+        ),
+        (
+            SAGEMAKER | {"SM_CURRENT_HOST": "algo-2"},
+            {},
+            unknown("algo-1:61000", 1),
+            "SageMaker",
+            "",
+        ),
+        (SAGEMAKER | {"SM_HOSTS": '["algo-1"]'}, {}, None, "SageMaker", ""),
         (SLURM, {}, unknown("gpu07:61092", 1), "Slurm (SLURM_PR", "Slurm 7.0"),
         (MPICH | {ADDRESS: "h"}, {}, unknown("h:61000", 1), "and MPICH", ""),
         (
@@ -135,6 +157,24 @@ def test_find_cluster(
     assert cluster == expected
     assert source in where
     assert cluster is None or cluster.job == job
+
+
+def test_train_job_of_kubeflow() -> None:
+    """With the variables that the torch runtime of Trainer v2 sets."""
+    examples = pathlib.Path(__file__).parents[2] / "examples"
+    text = (examples / "clusters" / "kubeflow.yaml").read_text()
+    name, nodes = re.findall(r"(?:  name|numNodes): (\w+)$", text, re.M)
+    pod = {
+        "PET_NNODES": nodes,
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": f"{name}-node-0-0.{name}",
+        "PET_MASTER_PORT": "29400",
+        "JOB_COMPLETION_INDEX": "1",
+    }
+    expanded = re.sub(r"\$\((\w+)\)", lambda match: pod[match[1]], text)
+    environment = dict(re.findall(r"- (KERAS_\w+)=(\S+)", expanded))
+    cluster, _ = find_cluster(pod | environment, {})
+    assert cluster == Cluster(("digits-node-0-0.digits:29400", ""), 1)
 
 
 @pytest.mark.parametrize(

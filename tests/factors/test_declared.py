@@ -74,7 +74,7 @@ def test_sketches_of_wide_factors(case: str) -> None:
     model, records, _ = recorded(case)
     sharing = "reduce" if case in ("dense_rank3", "einsum_heads") else "expand"
     exact = build_registry(model, ()).blocks
-    wide = build_registry(model, (), Limit(2, 2)).blocks
+    wide = build_registry(model, (), limit=Limit(2, 2)).blocks
     for block, sketched in zip(exact, wide, strict=True):
         want = batch_statistics({0: (block, records)}, View(sharing))[0]
         got = batch_statistics({0: (sketched, records)}, View(sharing))[0]

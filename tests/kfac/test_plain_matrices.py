@@ -116,13 +116,16 @@ def test_matrices_move_along_their_polar_factors() -> None:
                     np.testing.assert_allclose(change, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("skip_layers", [(), ("lstm.*",)])
-def test_other_weights_are_left_to_the_rest_optimizer(skip_layers: Any) -> None:
-    """These are vectors, embeddings and skipped layers."""
+@pytest.mark.parametrize(
+    "rules",
+    [{}, {"skip_layers": "lstm.*"}, {"only_layers": ["logits", "mix"]}],
+)
+def test_other_weights_are_left_to_the_rest_optimizer(rules: Any) -> None:
+    """These are vectors, embeddings and excluded layers."""
     rest, rule = keras.optimizers.Adam(2**-8), adam(2**-8, betas=(0.9, 0.999))
-    model = compiled(rest_optimizer=rest, skip_layers=skip_layers)
+    model = compiled(rest_optimizer=rest, **rules)
     is_left = {
-        path: path in REST or bool(skip_layers and path.startswith("lstm"))
+        path: path in REST or bool(rules and path.startswith("lstm"))
         for path in (*REST, *MATRICES)
     }
     for path, gradient, change in train(model, 0):

@@ -73,7 +73,7 @@ def test_default_limit() -> None:
         (640, LowRank(641, 64)),
     ):
         model = sequential(layers.Dense(1, name="wide"), shape=(inputs,))
-        (block,) = build_registry(model, (), limit).blocks
+        (block,) = build_registry(model, (), limit=limit).blocks
         assert block.factors["A"] == factor
     model = sequential(layers.Dense(2, name="wide"), shape=(30000,))
     optimizer = bind(model)

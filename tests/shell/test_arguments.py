@@ -95,7 +95,8 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
         "factor_update_interval": None, "inverse_update_interval": None,
         "factor_decay": 0.95, "factor_batch_fraction": None,
         "weight_sharing": "expand", "max_factor_dim": 640,
-        "skip_layers": [], "gradient_accumulation_steps": None,
+        "skip_layers": [], "only_layers": None,
+        "gradient_accumulation_steps": None,
         "max_skipped_steps": 100,
     },
     tfkfac.FOSI: {
@@ -248,7 +249,7 @@ def test_invalid_configs(config: Any) -> None:
         tfkfac.KFAC.from_config(config)
 
 
-# ---------------------------------------------------------------- skip_layers
+# ------------------------------------------------ skip_layers and only_layers
 @keras.saving.register_keras_serializable(package="tests")
 class RegisteredDense(layers.Dense):
     pass
@@ -258,8 +259,9 @@ class PlainDense(layers.Dense):
     pass
 
 
-def test_skip_rules_round_trip() -> None:
-    """The copy skips the same layers, also after a second round trip."""
+@pytest.mark.parametrize("name", ["skip_layers", "only_layers"])
+def test_layer_rules_round_trip(name: str) -> None:
+    """The copy matches the same layers, also after a second round trip."""
     rules: list[Any] = [
         "dense",
         r"dense(_\d+)?",
@@ -274,21 +276,22 @@ def test_skip_rules_round_trip() -> None:
     ]
     some += [layers.Conv1D(1, 1), RegisteredDense(1), PlainDense(1)]
     custom = {"custom_objects": {"PlainDense": PlainDense}}
-    first = tfkfac.KFAC(step="natural", skip_layers=rules)
+    first = tfkfac.KFAC(step="natural", **{name: rules})
     copy = round_trip(round_trip(first, **custom), **custom)
     matched, copied = (
         [[matches(rule, layer, layer.name) for layer in some] for rule in of]
-        for of in (first.skip_layers, copy.skip_layers)
+        for of in (getattr(first, name), getattr(copy, name))
     )
     assert all(map(any, matched))
     assert matched == copied
 
 
+@pytest.mark.parametrize("name", ["skip_layers", "only_layers"])
 @pytest.mark.parametrize("rule", ["nope", re.compile("no.e"), layers.Conv2D])
-def test_skip_rule_without_a_layer(rule: Any) -> None:
+def test_rule_without_a_layer(rule: Any, name: str) -> None:
     """A rule that matches no layer is an error of `compile`."""
-    with pytest.raises(ValueError, match=r"`skip_layers`.*'mlp'") as caught:
+    with pytest.raises(ValueError, match=rf"`{name}`.*'mlp'") as caught:
         mlp().compile(
-            tfkfac.KFAC(step="natural", skip_layers=["hidden", rule]), loss()
+            tfkfac.KFAC(step="natural", **{name: ["hidden", rule]}), loss()
         )
     assert repr(rule) in str(caught.value)

@@ -70,6 +70,9 @@ CASES: dict[str, dict[str, Any]] = {
     "argument skip_layers: [] on worker 0, ['out'] on worker 1": {
         "optimizer": KFAC(step="natural", skip_layers=["out"])
     },
+    "argument only_layers: None on worker 0, ['out'] on worker 1": {
+        "optimizer": KFAC(step="natural", only_layers=["out"])
+    },
 }
 
 

@@ -77,6 +77,7 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
         "weight_sharing": one_of("expand", "reduce", "average"),
         "max_factor_dim": or_none(COUNT),
         "skip_layers": ("layer names, regular expressions or", ("x",)),
+        "only_layers": ("layer names, regular expressions or", (None, "x")),
         "gradient_accumulation_steps": (
             "an integer of at least 2",
             (None, 2),
@@ -170,7 +171,8 @@ def has_value(owner: Any, item: Any, name: str, value: Any) -> bool:
     current = read(item)
     if value is None and (owner, name) == (KFAC, "momentum"):
         return bool(current == 0.5)
-    return bool(current == ((value,) if name == "skip_layers" else value))
+    is_rule = name.endswith("_layers") and value is not None
+    return bool(current == ((value,) if is_rule else value))
 
 
 @pytest.mark.parametrize("owner", TAKES)
@@ -200,7 +202,7 @@ def test_values(owner: Any) -> None:
             message = str(caught.value)
             assert f"`{name}`" in message
             assert re.search(rf"must .*{words}", message), message
-            is_rule = name == "skip_layers" and value == [1]
+            is_rule = name.endswith("_layers") and value == [1]
             assert repr(1 if is_rule else value) in received(message)
 
 
@@ -218,6 +220,7 @@ WRONG: list[tuple[Any, str, list[Any], str]] = [
     (KFAC, "learning_rate", [-0.1, 1e39], RATE[0]),
     (KFAC, "skip_layers", [[None], [DENSE(1)], [int]], "layer names, regular"),
     (KFAC, "skip_layers", [["fine", "("], ["*"], ["(?P<x"]], "valid regular"),
+    (KFAC, "only_layers", [[None], ["*"]], "(layer names|valid regular)"),
     (PART, "gradient_worker_fraction", [0.5, 0, "0.5"], r"in \(0, 1\]"),
     (PART, "factor_dtype", ["float64", "int8", 16], "one of"),
     (PART, "inverse_dtype", ["float16"], "'bfloat16' or None.*overflow"),
@@ -234,7 +237,7 @@ def test_wrong_values(
             owner(**{name: value})
         message = str(caught.value)
         assert re.search(rf"Argument `{name}`.*{words}", message), message
-        shown = value[-1] if name == "skip_layers" else value
+        shown = value[-1] if name.endswith("_layers") else value
         assert repr(shown) in received(message)
 
 

@@ -57,6 +57,7 @@ RUNS = (
         "--problems regression --seeds 1 --seconds 6 --optimizers lbfgs",
         "lbfgs",
     ),
+    ("python examples/curvature.py", "--seeds 1", "AUC of the self-influence"),
     ("python examples/language.py --optimizer kfac adam", TRAIN, "kfac"),
     (
         "python examples/masked_language.py --optimizer kfac adam",

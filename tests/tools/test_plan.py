@@ -10,6 +10,7 @@ import pytest
 
 import papers
 import plan
+from cost_model import Candidate, Estimate
 
 CLUSTER = ["--flops", "1T", "--bandwidth", "10Gbit", "--latency", "5us"]
 
@@ -93,6 +94,22 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     elements = 10**2 + 3**2 + 109**2 + 4**2
     assert f"2 blocks: {elements / 1e6:.2f} M elements" in text
     assert "Recommended: KFAC(distribution=" in text
+    # The factor A of the dense layer and all decompositions of a worker,
+    # without both of the dense layer.
+    saved = 4 * (109**2 + elements - 2 * (109**2 + 4**2))
+    assert f"dp_kfac saves {saved} B of a worker" in text
+
+
+@pytest.mark.usefixtures("tiny")
+def test_batch_in_the_saved_memory() -> None:
+    """An example has 6 x 6 x 3 outputs twice, and 4 outputs, of 4 bytes."""
+    estimates = [
+        Estimate(Candidate(mode, None, "inverse"), {}, 0.0, {}, {"total": size})
+        for mode, size in (("comm_opt", 10_000), ("dp_kfac", 1_000))
+    ]
+    text = plan.batch_text(estimates, plan.build("M"), 4)
+    assert f"{9000 / 880:.2f} examples of 880 B" in text
+    assert f"A batch of 4 becomes {4 + 9000 // 880}." in text
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from tfkfac.blocks.normalization import (
 )
 from tfkfac.blocks.time_distributed import TimeDistributedBlock
 from tfkfac.capture.taps import Tap, before_first_call
-from tfkfac.capture.walk import Node, SkipRule, unbuilt, walk
+from tfkfac.capture.walk import LayerRule, Node, unbuilt, walk
 from tfkfac.factors import Limit
 
 # The reason of a class of blocks that a kind of steps leaves out on purpose.
@@ -90,7 +90,8 @@ class Registry:
 
 def tap_layers(
     model: keras.Model,
-    skip_layers: Sequence[SkipRule],
+    skip_layers: Sequence[LayerRule],
+    only_layers: Sequence[LayerRule] | None,
     owner: object,
     without: tuple[type[Block], ...] = (),
 ) -> None:
@@ -99,12 +100,14 @@ def tap_layers(
     Layers whose blocks are all in `without` are skipped. Runs again when a
     layer that is not built yet is called the first time.
     """
-    for node in walk(model, skip_layers):
+    for node in walk(model, skip_layers, only_layers):
         types = block_types(node.layer).values()
         supported = not all(issubclass(cls, without) for cls in types)
         if node.reason is None and node.layer.trainable and supported:
             Tap.open(node.tapped, owner)
-    tap = functools.partial(tap_layers, model, skip_layers, owner, without)
+    tap = functools.partial(
+        tap_layers, model, skip_layers, only_layers, owner, without
+    )
     for layer in unbuilt(model):
         if not block_types(layer):
             before_first_call(layer, tap)
@@ -112,7 +115,8 @@ def tap_layers(
 
 def build_registry(
     model: keras.Model,
-    skip_layers: Sequence[SkipRule],
+    skip_layers: Sequence[LayerRule],
+    only_layers: Sequence[LayerRule] | None = None,
     limit: Limit = Block.limit,
     without: tuple[type[Block], ...] = (),
 ) -> Registry:
@@ -124,7 +128,7 @@ def build_registry(
     remaining = {id(v): v for v in model.trainable_variables}
     blocks: list[Block] = []
     leftovers: list[Leftover] = []
-    for node in walk(model, skip_layers):
+    for node in walk(model, skip_layers, only_layers):
         layer, reason = node.layer, node.reason
         new: list[Block] = []
         if reason is None and layer.built and layer.trainable:

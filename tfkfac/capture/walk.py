@@ -20,10 +20,10 @@ _CONVOLUTIONS = (
     keras.layers.Conv3D,
 )
 
-# `Node.reason` of layers in the argument `skip_layers`.
-SKIPPED = "skip_layers"
+# `Node.reason` of layers that these arguments of `KFAC` exclude.
+SKIPPED = "skip_layers or only_layers"
 
-SkipRule = str | re.Pattern[str] | type[keras.layers.Layer]
+LayerRule = str | re.Pattern[str] | type[keras.layers.Layer]
 
 
 @dataclasses.dataclass
@@ -60,7 +60,9 @@ class Node:
 
 
 def walk(
-    root: keras.layers.Layer, skip_layers: Sequence[SkipRule] = ()
+    root: keras.layers.Layer,
+    skip_layers: Sequence[LayerRule] = (),
+    only_layers: Sequence[LayerRule] | None = None,
 ) -> Iterator[Node]:
     """Yield every layer once, sublayers before their container.
 
@@ -69,14 +71,18 @@ def walk(
     Args:
         root: The model.
         skip_layers: Rules for layers that get the reason `SKIPPED`: a layer
-            class, or a pattern of names or paths.
+            class, or a pattern of names or paths. A rule that matches a layer
+            includes its sublayers.
+        only_layers: Rules; layers that match none of them, the root included,
+            get the reason `SKIPPED`. None means no such rules.
 
     Raises:
-        ValueError: If a rule of `skip_layers` matches no layer.
+        ValueError: If a rule matches no layer.
     """
     seen, ambiguous = {id(root)}, ambiguous_layers(root)
     paths: set[str] = set()
-    used: set[int] = set()
+    rules = {"skip_layers": skip_layers, "only_layers": only_layers or ()}
+    unused = {name: list(known) for name, known in rules.items()}
 
     def unique(path: str) -> str:
         parent, _, name = path.rpartition("/")
@@ -87,34 +93,36 @@ def walk(
         paths.add(path)
         return path
 
-    def visit(parent: Node, prefix: str) -> Iterator[Node]:
+    def matches_any(name: str, layer: keras.layers.Layer, path: str) -> bool:
+        matched = [rule for rule in rules[name] if matches(rule, layer, path)]
+        unused[name] = [rule for rule in unused[name] if rule not in matched]
+        return bool(matched)
+
+    def visit(parent: Node, prefix: str, included: bool) -> Iterator[Node]:
         for child in children(parent.layer):
             if id(child) in seen:
                 continue
             seen.add(id(child))
             path = unique(f"{prefix}{child.name}")
-            rules = [
-                i
-                for i, rule in enumerate(skip_layers)
-                if matches(rule, child, path)
-            ]
-            used.update(rules)
-            reason = SKIPPED if rules else parent.reason_inside
+            skipped = matches_any("skip_layers", child, path)
+            reason = SKIPPED if skipped else parent.reason_inside
             if reason is None and id(child) in ambiguous:
                 reason = "used in a TimeDistributed and elsewhere"
             node = Node(child, path, reason, distributor(parent.layer))
-            yield from visit(node, f"{path}/")
-            yield node
+            inside = matches_any("only_layers", child, path) or included
+            # The sublayers of an excluded container may match.
+            yield from visit(node, f"{path}/", inside)
+            yield node if inside else dataclasses.replace(node, reason=SKIPPED)
 
-    top = Node(root, "", None)
-    yield from visit(top, "")
-    yield top
-    unused = [r for i, r in enumerate(skip_layers) if i not in used]
-    if unused:
-        raise ValueError(
-            "Argument `skip_layers` must match layers of the model. No layer "
-            f"of '{root.name}' matches: {unused}"
-        )
+    everything = only_layers is None
+    yield from visit(Node(root, "", None), "", everything)
+    yield Node(root, "", None if everything else SKIPPED)
+    for name, remaining in unused.items():
+        if remaining:
+            raise ValueError(
+                f"Argument `{name}` must match layers of the model. No layer "
+                f"of '{root.name}' matches: {remaining}"
+            )
 
 
 def distributor(
@@ -142,8 +150,8 @@ def ambiguous_layers(root: keras.layers.Layer) -> set[int]:
     return {key for key in inside if num_containers[key] > 1}
 
 
-def matches(rule: SkipRule, layer: keras.layers.Layer, path: str) -> bool:
-    """True if a rule of `skip_layers` matches a layer."""
+def matches(rule: LayerRule, layer: keras.layers.Layer, path: str) -> bool:
+    """True if a rule matches the class, name or path of a layer."""
     if isinstance(rule, type):
         return isinstance(layer, rule)
     return any(re.fullmatch(rule, name) for name in (layer.name, path))

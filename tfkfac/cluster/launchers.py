@@ -6,6 +6,7 @@ user must give each setting that the launcher does not provide, as an argument
 or in Keras' variables.
 """
 
+import json
 import re
 import socket
 from collections.abc import Mapping
@@ -130,6 +131,33 @@ class OpenMPI(Launcher):
     identity = ("PMIX_NAMESPACE",)
 
 
+class SageMaker(OpenMPI):
+    """Training jobs of Amazon SageMaker: Open MPI, or one worker on each host.
+
+    `SM_HOSTS` is a JSON list. Its first host has rank 0 of Open MPI, which
+    passes the variables of this host to all ranks, `SM_CURRENT_HOST` too.
+    """
+
+    name = "SageMaker"
+    other_variables = ("SM_HOSTS", "SM_CURRENT_HOST")
+
+    @override
+    def is_active(self) -> bool:
+        return self.variables().keys() >= set(self.other_variables)
+
+    @override
+    def settings(self) -> dict[str, Any]:
+        hosts = json.loads(self.environment["SM_HOSTS"])
+        index = hosts.index(self.environment["SM_CURRENT_HOST"])
+        by_host = {"num_processes": len(hosts), "process_id": index}
+        return by_host | super().settings()
+
+    @override
+    def coordinator(self) -> str:
+        host: str = json.loads(self.environment["SM_HOSTS"])[0]
+        return host
+
+
 class Slurm(Launcher):
     """Slurm's srun. A batch script without srun is not a step of a job."""
 
@@ -188,7 +216,7 @@ class Kubernetes(Launcher):
 
 # The first active launcher is used. A launcher that can run inside of another
 # one comes before it: torchrun may run in a Slurm step.
-LAUNCHERS = (Torchrun, OpenMPI, Slurm, MPICH, Kubernetes)
+LAUNCHERS = (Torchrun, SageMaker, OpenMPI, Slurm, MPICH, Kubernetes)
 
 
 def find_cluster(

@@ -398,11 +398,11 @@ def with_gradient(
 def exact_second_derivatives(total: Sum) -> Iterator[None]:
     """Make batch moments twice differentiable in this thread.
 
-    `tf.nn.moments` stops the gradient of the mean inside the variance. The
-    first derivative is exact, but the second is wrong by several percent.
-    Moments that are synchronised over replicas use a reduction that is illegal
-    inside a `tf.cond`; `total`, a differentiable sum over replicas, replaces
-    it.
+    `tf.nn.moments` before TensorFlow 2.22 stops the gradient of the mean
+    inside the variance. The first derivative is exact, but the second is wrong
+    by several percent. Moments that are synchronised over replicas use a
+    reduction that is illegal inside a `tf.cond`; `total`, a differentiable sum
+    over replicas, replaces it.
 
     This relies on Keras calling `tf.nn.moments`, and for synchronised moments
     `_compute_moments_sync` of its module `nn`, through the modules'

@@ -336,7 +336,13 @@ class KFACMethod(Method):
         self.job = job
         self._placement = None
         excluded = self._rule.excluded_blocks
-        tap_layers(job.model, self.settings.skip_layers, self, excluded)
+        tap_layers(
+            job.model,
+            self.settings.skip_layers,
+            self.settings.only_layers,
+            self,
+            excluded,
+        )
         if self.settings.fisher != EMPIRICAL:
             PullbackTap.open(job.model)
         if self._rule.summed_scalars:
@@ -349,6 +355,7 @@ class KFACMethod(Method):
             registry = build_registry(
                 self.job.model,
                 self.settings.skip_layers,
+                self.settings.only_layers,
                 Limit(self.settings.max_factor_dim, FACTOR_RANK),
                 self._rule.excluded_blocks,
             )

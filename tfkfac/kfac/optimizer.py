@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from keras.saving import serialize_keras_object
 
-from tfkfac.capture.walk import SkipRule
+from tfkfac.capture.walk import LayerRule
 from tfkfac.checks import check_choice, check_count, check_range, if_given
 from tfkfac.fisher.types import TYPES
 from tfkfac.kfac.method import KFACMethod
@@ -19,10 +19,10 @@ from tfkfac.kfac.settings import (
     KFACSettings,
     check_batch_fraction,
     check_distribution,
-    check_skip_layers,
+    check_layer_rules,
     choose_optimizers,
     choose_step,
-    serialize_skip_rule,
+    serialize_layer_rule,
     with_fraction,
 )
 from tfkfac.shell.arguments import (
@@ -164,7 +164,13 @@ class KFAC(SecondOrderOptimizer):
             None is no limit. Defaults to 640.
         skip_layers: Names, regular expressions (they match a layer's whole
             name or path) or classes of layers to leave to the rest optimizer;
-            one, or several in a list or tuple.
+            one, or several in a list or tuple. A rule that matches a layer
+            includes its sublayers. The rest optimizer then trains all of
+            their weights; spectral steps do not orthogonalise these matrices.
+        only_layers: The counterpart of `skip_layers`, with the same rules: all
+            other layers are left to the rest optimizer. Of layers that match
+            both arguments, `skip_layers` decides. None is all layers.
+            Defaults to None.
         gradient_accumulation_steps: Number of micro-batches, at least 2, that
             make one step together, as if they were one batch: gradients and
             statistics are added up, and all intervals count steps. None is 1.
@@ -202,7 +208,8 @@ class KFAC(SecondOrderOptimizer):
         factor_batch_fraction: float | None = None,
         weight_sharing: str = "expand",
         max_factor_dim: int | None = 640,
-        skip_layers: SkipRule | Iterable[SkipRule] = (),
+        skip_layers: LayerRule | Iterable[LayerRule] = (),
+        only_layers: LayerRule | Iterable[LayerRule] | None = None,
         gradient_accumulation_steps: int | None = None,
         max_skipped_steps: int | None = 100,
         name: str = "kfac",
@@ -244,7 +251,8 @@ class KFAC(SecondOrderOptimizer):
             max_factor_dim=if_given(
                 check_count, "max_factor_dim", max_factor_dim, 1
             ),
-            skip_layers=check_skip_layers("skip_layers", skip_layers),
+            skip_layers=check_layer_rules("skip_layers", skip_layers),
+            only_layers=if_given(check_layer_rules, "only_layers", only_layers),
             gradient_accumulation_steps=if_given(
                 check_count,
                 "gradient_accumulation_steps",
@@ -344,8 +352,11 @@ class KFAC(SecondOrderOptimizer):
 
     def _arguments(self) -> dict[str, Any]:
         arguments = super()._arguments()
-        rules = [serialize_skip_rule(one) for one in arguments["skip_layers"]]
-        return arguments | {"skip_layers": rules}
+        for name in ("skip_layers", "only_layers"):
+            if arguments[name] is not None:
+                rules = [serialize_layer_rule(rule) for rule in arguments[name]]
+                arguments[name] = rules
+        return arguments
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor."""

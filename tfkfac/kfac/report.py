@@ -49,8 +49,8 @@ def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
     """Warning about uncovered weights, or None.
 
     Given if they are over half of the model, or if an uncovered weight is
-    large or belongs to the last layer. Layers of `skip_layers`, layers that
-    the step rule excludes, and matrices that it trains itself do not count.
+    large or belongs to the last layer. Layers that arguments or the step rule
+    exclude, and matrices that the step rule trains itself, do not count.
     """
     intended = SKIPPED, EXCLUDED
     plain = {id(variable) for _, variable in rule.plain_matrices(registry)}

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.walk import SkipRule
+from tfkfac.capture.walk import LayerRule
 from tfkfac.checks import (
     check_choice,
     is_number,
@@ -186,11 +186,11 @@ def check_batch_fraction(name: str, value: Any) -> float | None:
     return float(value)
 
 
-def check_skip_layers(name: str, value: Any) -> tuple[SkipRule, ...]:
+def check_layer_rules(name: str, value: Any) -> tuple[LayerRule, ...]:
     """Return the tuple of entries (names, patterns, classes) of an argument.
 
     Raises:
-        ValueError: If an entry is invalid, see `check_skip_rule`.
+        ValueError: If an entry is invalid, see `check_layer_rule`.
         TypeError: If the argument is not a sequence.
     """
     if isinstance(value, (str, type, re.Pattern)):
@@ -200,19 +200,19 @@ def check_skip_layers(name: str, value: Any) -> tuple[SkipRule, ...]:
             f"Argument `{name}` must be a list or tuple of layer names, "
             f"regular expressions or layer classes. Received: {name}={value!r}"
         )
-    return tuple(check_skip_rule(rule) for rule in value)
+    return tuple(check_layer_rule(name, rule) for rule in value)
 
 
-def check_skip_rule(rule: Any) -> SkipRule:
-    """Return a valid `skip_layers` entry; look up a class from a config.
+def check_layer_rule(name: str, rule: Any) -> LayerRule:
+    """Return a valid entry of an argument; look up a class from a config.
 
     Raises:
         ValueError: If the rule is not a regular expression, pattern or class.
     """
     if isinstance(rule, dict) and _CLASS in rule:
-        name = rule[_CLASS]
-        registered = keras.saving.get_registered_object(name)
-        rule = registered or getattr(keras.layers, name, name)
+        class_name = rule[_CLASS]
+        registered = keras.saving.get_registered_object(class_name)
+        rule = registered or getattr(keras.layers, class_name, class_name)
     if isinstance(rule, re.Pattern):
         return rule
     if isinstance(rule, type) and issubclass(rule, keras.layers.Layer):
@@ -222,18 +222,18 @@ def check_skip_rule(rule: Any) -> SkipRule:
             re.compile(rule)
         except re.error as error:
             raise ValueError(
-                "Argument `skip_layers` must hold valid regular expressions. "
+                f"Argument `{name}` must hold valid regular expressions. "
                 f"Received: {rule!r} ({error})"
             ) from error
         return rule
     raise ValueError(
-        "Argument `skip_layers` must hold layer names, regular expressions or "
+        f"Argument `{name}` must hold layer names, regular expressions or "
         f"layer classes. Received: {rule!r} (of type {type(rule)})"
     )
 
 
-def serialize_skip_rule(rule: SkipRule) -> Any:
-    """Return the JSON form of a `skip_layers` entry for a config."""
+def serialize_layer_rule(rule: LayerRule) -> Any:
+    """Return the JSON form of a rule for a config."""
     if isinstance(rule, re.Pattern):
         # Write flags such as IGNORECASE into the pattern.
         flags = "".join(letter for letter, flag in _FLAGS if rule.flags & flag)
@@ -333,5 +333,6 @@ class KFACSettings:
     factor_batch_fraction: float | None
     weight_sharing: str
     max_factor_dim: int | None
-    skip_layers: tuple[SkipRule, ...]
+    skip_layers: tuple[LayerRule, ...]
+    only_layers: tuple[LayerRule, ...] | None
     gradient_accumulation_steps: int | None

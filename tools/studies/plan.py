@@ -7,7 +7,8 @@ r"""Say what K-FAC would cost on a cluster, before anything is trained.
 For every distribution and solver: seconds of a plain step, of a step that
 updates the factors and of the longest step that updates inverses, the mean step
 at some intervals, bytes that a worker receives in each of these steps, and its
-curvature state. All numbers are those of the worker that has most.
+curvature state. All numbers are those of the worker that has most. The last
+line has the larger batch that fits into the memory that DP-KFAC saves.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import keras
 
 from command import intervals  # isort: skip, sets the module path
 from common.arguments import positive
-from cost_model import Estimate, Machine, compare, recommend
+from cost_model import Estimate, Machine, Network, compare, recommend
 from tfkfac import KFAC
 from tfkfac.shell.tables import bytes_text, table
 
@@ -135,6 +136,27 @@ def plan_text(
     return "\n".join(lines)
 
 
+def batch_text(
+    estimates: Sequence[Estimate], model: keras.Model, batch: int
+) -> str:
+    """Return the batch that fits into the memory that DP-KFAC saves.
+
+    The memory of an example is that of all layer outputs in float32.
+    """
+    state = {
+        one.candidate.distribution: one.state["total"]
+        for one in estimates
+        if one.candidate.solver == "inverse"
+    }
+    saved = state["comm_opt"] - state["dp_kfac"]
+    example = 4 * Network(model, 1).elements
+    return (
+        f"dp_kfac saves {bytes_text(saved)} of a worker against comm_opt: "
+        f"{saved / example:.2f} examples of {bytes_text(example)} of layer "
+        f"outputs. A batch of {batch} becomes {batch + saved // example}."
+    )
+
+
 def _choice(one: Estimate, intervals: Intervals) -> str:
     factor, inverse = intervals
     mode, fraction, solver = one.candidate
@@ -190,6 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(counts_text(optimizer))
     estimates = compare(optimizer, machine, options.workers, options.batch)
     print(plan_text(estimates, options.intervals))
+    if options.workers > 1:
+        print(batch_text(estimates, model, options.batch))
 
 
 def make_parser() -> argparse.ArgumentParser:
