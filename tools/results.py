@@ -6,7 +6,8 @@
 All figures go into docs/pages/results.md, the first table into README.md. A
 record of docs/trainings.json is a training of studies/time_to_target.py, one of
 docs/gauss_newton.json has the errors of an optimizer of
-examples/gauss_newton.py. A record of docs/results.json is another study: its
+examples/gauss_newton.py, one of docs/real_examples.json is a training of
+studies/real_examples.py. A record of docs/results.json is another study: its
 table, the command that repeats it, the machine and the commits of its figures.
 """
 
@@ -35,6 +36,7 @@ RACERS = {
     "tf_levenberg_marquardt": "tf-levenberg-marquardt",
     "adam": "Adam",
 }
+ENDS = "loss", "validation"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 
@@ -97,6 +99,9 @@ def _study(study: Mapping[str, Any], records: Mapping[str, Any]) -> str:
     if "races" in study:
         races = json.loads((DOCS / study["races"]).read_text())
         parts.append(markdown_table(*race_table(races)))
+    if "examples" in study:
+        records = json.loads((DOCS / study["examples"]).read_text())["records"]
+        parts.append(markdown_table(*examples_table(records)))
     if "table" in study:
         parts.append(markdown_table(**study["table"]))
     return "\n\n".join(parts)
@@ -142,6 +147,47 @@ def race_table(
         for problem, row in cells.items()
     ]
     return ("problem", *RACERS.values()), rows
+
+
+def examples_table(
+    records: Sequence[Mapping[str, Any]],
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Return means over the seeds: a row a program."""
+    programs: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for record in records:
+        methods = programs.setdefault(record["program"], {})
+        methods.setdefault(record["method"], []).append(record)
+    rows, level = [], 0
+    for program, methods in programs.items():
+        other = next((m for m in methods if m not in ("adam", "kfac")), "")
+
+        def mean(method: str, name: str, methods: Any = methods) -> float:
+            return statistics.mean(r[name] for r in methods[method])
+
+        def ends(method: str) -> str:
+            return " / ".join(f"{mean(method, n):.3g}" for n in ENDS)
+
+        level += mean("kfac", "loss") <= mean("adam", "loss")
+        warned = {tuple(record["warnings"]) for record in methods["kfac"]}
+        rows.append(
+            (
+                program.replace("_", " "),
+                f"{mean('kfac', 'steps'):.0f}",
+                f"{mean('kfac', 'covered'):.0%}",
+                ends("kfac"),
+                ends("adam"),
+                f"{ends(other)} ({other})" if other else "",
+                f"{mean('kfac', 'step') / mean('adam', 'step'):.2f}",
+                f"{mean('kfac', 'first_step'):.1f} / "
+                f"{mean('adam', 'first_step'):.1f}",
+                str(max(map(len, warned))),
+            )
+        )
+    total = f"{level} of {len(rows)}"
+    rows.append(("at or below Adam", "", "", total, *[""] * 5))
+    columns = ("program", "steps", "covered", "`KFAC()`", "Adam", "other")
+    columns += ("CPU / Adam", "first step, CPU s", "warnings")
+    return columns, rows
 
 
 if __name__ == "__main__":
