@@ -100,8 +100,8 @@ def _study(study: Mapping[str, Any], records: Mapping[str, Any]) -> str:
         races = json.loads((DOCS / study["races"]).read_text())
         parts.append(markdown_table(*race_table(races)))
     if "examples" in study:
-        records = json.loads((DOCS / study["examples"]).read_text())["records"]
-        parts.append(markdown_table(*examples_table(records)))
+        examples = json.loads((DOCS / study["examples"]).read_text())
+        parts.append(markdown_table(*examples_table(examples["records"])))
     if "table" in study:
         parts.append(markdown_table(**study["table"]))
     return "\n\n".join(parts)
@@ -157,18 +157,23 @@ def examples_table(
     for record in records:
         methods = programs.setdefault(record["program"], {})
         methods.setdefault(record["method"], []).append(record)
-    rows, level = [], 0
+    rows: list[tuple[str, ...]] = []
+    level = dict.fromkeys(ENDS, 0)
     for program, methods in programs.items():
-        other = next((m for m in methods if m not in ("adam", "kfac")), "")
 
         def mean(method: str, name: str, methods: Any = methods) -> float:
             return statistics.mean(r[name] for r in methods[method])
 
-        def ends(method: str) -> str:
-            return " / ".join(f"{mean(method, n):.3g}" for n in ENDS)
+        def ends(method: str, mean: Any = mean) -> str:
+            return " / ".join(f"{mean(method, name):.3g}" for name in ENDS)
 
-        level += mean("kfac", "loss") <= mean("adam", "loss")
-        warned = {tuple(record["warnings"]) for record in methods["kfac"]}
+        def warned(method: str, methods: Any = methods) -> set[str]:
+            return set().union(*(r["warnings"] for r in methods[method]))
+
+        for name in ENDS:
+            level[name] += mean("kfac", name) <= mean("adam", name)
+        others = [m for m in methods if m not in ("adam", "kfac")]
+        first = (f"{mean(m, 'first_step'):.1f}" for m in ("kfac", "adam"))
         rows.append(
             (
                 program.replace("_", " "),
@@ -176,18 +181,16 @@ def examples_table(
                 f"{mean('kfac', 'covered'):.0%}",
                 ends("kfac"),
                 ends("adam"),
-                f"{ends(other)} ({other})" if other else "",
+                ", ".join(f"{ends(method)} ({method})" for method in others),
                 f"{mean('kfac', 'step') / mean('adam', 'step'):.2f}",
-                f"{mean('kfac', 'first_step'):.1f} / "
-                f"{mean('adam', 'first_step'):.1f}",
-                str(max(map(len, warned))),
+                " / ".join(first),
+                str(len(warned("kfac") - warned("adam"))),
             )
         )
-    total = f"{level} of {len(rows)}"
-    rows.append(("at or below Adam", "", "", total, *[""] * 5))
+    counts = " / ".join(map(str, level.values())) + f" of {len(rows)}"
+    rows.append(("at or below Adam", "", "", counts, *[""] * 5))
     columns = ("program", "steps", "covered", "`KFAC()`", "Adam", "other")
-    columns += ("CPU / Adam", "first step, CPU s", "warnings")
-    return columns, rows
+    return (*columns, "CPU / Adam", "first step, CPU s", "warnings"), rows
 
 
 if __name__ == "__main__":

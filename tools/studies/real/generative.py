@@ -56,7 +56,7 @@ def variational_autoencoder(make: Make, options: dict[str, Any]) -> Losses:
                 loss = self.total_loss(x)
             gradients = tape.gradient(loss, self.trainable_weights)
             self.optimizer.apply(gradients, self.trainable_weights)
-            return {"loss": loss}
+            return {"total_loss": loss}
 
     (x, _), (test_x, _) = digits()
     model = Autoencoder()
@@ -180,16 +180,12 @@ def denoising_diffusion(make: Make, options: dict[str, Any]) -> Losses:
         return keras.Model(inputs, x)
 
     class Diffusion(keras.Model):
-        def __init__(self, mean: float, deviation: float) -> None:
+        def __init__(self) -> None:
             super().__init__()
-            self.normalizer = layers.Normalization(
-                mean=mean, variance=deviation**2
-            )
             self.network, self.averaged = network(), network()
             self.averaged.set_weights(self.network.get_weights())
 
-        def noise_loss(self, x: Any, network: Any, training: bool) -> Any:
-            images = self.normalizer(x)
+        def noise_loss(self, images: Any, network: Any, training: bool) -> Any:
             noises = tf.random.normal(tf.shape(images))
             times = tf.random.uniform((tf.shape(images)[0], 1, 1, 1))
             angles = np.arccos(0.95) * (1 - times) + np.arccos(0.02) * times
@@ -210,8 +206,8 @@ def denoising_diffusion(make: Make, options: dict[str, Any]) -> Losses:
                 average.assign(0.99 * average + 0.01 * weight)
             return {"n_loss": loss}
 
-    (x, _), (test_x, _) = digits()
-    model = Diffusion(x.mean(), x.std())
+    x, test_x = ((x - 0.3) / 0.38 for x, _ in digits())
+    model = Diffusion()
     model.compile(make(), loss=keras.losses.MeanAbsoluteError())
     model.fit(x, batch_size=64, epochs=25, **options)
     first, second = (
