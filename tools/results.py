@@ -7,7 +7,8 @@ All figures go into docs/pages/results.md, the first table and the main claims
 into README.md. A record of docs/trainings.json is a training of
 studies/time_to_target.py, one of
 docs/gauss_newton.json has the errors of an optimizer of
-examples/gauss_newton.py. A record of docs/results.json is another study: its
+examples/gauss_newton.py, one of docs/real_examples.json is a training of
+studies/real_examples.py. A record of docs/results.json is another study: its
 table, the command that repeats it, the machine and the commits of its figures.
 """
 
@@ -42,6 +43,7 @@ PARTS = {
     "muon": report.against_muon,
     "results": lambda runs: markdown_table(*report.summary(runs)),
 }
+ENDS = "loss", "validation"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -106,6 +108,9 @@ def _study(study: Mapping[str, Any], records: Mapping[str, Any]) -> str:
     if "races" in study:
         races = json.loads((DOCS / study["races"]).read_text())
         parts.append(markdown_table(*race_table(races)))
+    if "examples" in study:
+        examples = json.loads((DOCS / study["examples"]).read_text())
+        parts.append(markdown_table(*examples_table(examples["records"])))
     if "table" in study:
         parts.append(markdown_table(**study["table"]))
     return "\n\n".join(parts)
@@ -151,6 +156,50 @@ def race_table(
         for problem, row in cells.items()
     ]
     return ("problem", *RACERS.values()), rows
+
+
+def examples_table(
+    records: Sequence[Mapping[str, Any]],
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Return means over the seeds: a row a program."""
+    programs: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for record in records:
+        methods = programs.setdefault(record["program"], {})
+        methods.setdefault(record["method"], []).append(record)
+    rows: list[tuple[str, ...]] = []
+    level = dict.fromkeys(ENDS, 0)
+    for program, methods in programs.items():
+
+        def mean(method: str, name: str, methods: Any = methods) -> float:
+            return statistics.mean(r[name] for r in methods[method])
+
+        def ends(method: str, mean: Any = mean) -> str:
+            return " / ".join(f"{mean(method, name):.3g}" for name in ENDS)
+
+        def warned(method: str, methods: Any = methods) -> set[str]:
+            return set().union(*(r["warnings"] for r in methods[method]))
+
+        for name in ENDS:
+            level[name] += mean("kfac", name) <= mean("adam", name)
+        others = [m for m in methods if m not in ("adam", "kfac")]
+        first = (f"{mean(m, 'first_step'):.1f}" for m in ("kfac", "adam"))
+        rows.append(
+            (
+                program.replace("_", " "),
+                f"{mean('kfac', 'steps'):.0f}",
+                f"{mean('kfac', 'covered'):.0%}",
+                ends("kfac"),
+                ends("adam"),
+                ", ".join(f"{ends(method)} ({method})" for method in others),
+                f"{mean('kfac', 'step') / mean('adam', 'step'):.2f}",
+                " / ".join(first),
+                str(len(warned("kfac") - warned("adam"))),
+            )
+        )
+    counts = " / ".join(map(str, level.values())) + f" of {len(rows)}"
+    rows.append(("at or below Adam", "", "", counts, *[""] * 5))
+    columns = ("program", "steps", "covered", "`KFAC()`", "Adam", "other")
+    return (*columns, "CPU / Adam", "first step, CPU s", "warnings"), rows
 
 
 if __name__ == "__main__":

@@ -242,3 +242,26 @@ def test_examples_of_the_form(
         x = np.random.default_rng(0).normal(size=(2 * size, 4))
         model.fit(x, x[:, ::-1], batch_size=size, verbose=0)
     assert taken == [rows] * 2
+
+
+class AnyArguments(keras.Sequential):
+    """Passes `*args` and `**kwargs` of the loss on."""
+
+    def compute_loss(
+        self, x: Any, y: Any, y_pred: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return super().compute_loss(x, y, y_pred, *args, **kwargs)
+
+
+def test_loss_with_any_arguments() -> None:
+    """The curvature is that of Keras' loss, weighted by example."""
+    x, weights = tf.random.normal([8, 4], seed=1), tf.range(1.0, 9.0)
+    ratios = []
+    for model_class in (keras.Sequential, AnyArguments):
+        dense = layers.Dense(4, kernel_initializer="ones")
+        model = compiled(model_class([keras.Input((4,)), dense]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.train_on_batch(x, tf.zeros([8, 4]), weights)
+        ratios.append(float(model.optimizer.method.states[0].length.ratio))
+    assert ratios[0] == ratios[1] != 1.0

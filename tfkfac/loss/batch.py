@@ -67,7 +67,7 @@ class LossTap(ModelTap[LossBatch]):
     method = "compute_loss"
 
     def __init__(self, model: keras.Model) -> None:
-        self._signature = inspect.signature(model.compute_loss)
+        self.signature = inspect.signature(model.compute_loss)
         # Handles of variables.
         self._written: TraceLists[tf.Tensor] = TraceLists()
         super().__init__(model)
@@ -81,7 +81,7 @@ class LossTap(ModelTap[LossBatch]):
         with observed_losses(needs_recognition, check_labels) as calls:
             loss = below(*args, **kwargs)
         model, earlier = self._model(), self.pop_items()
-        arguments = self._signature.bind(*args, **kwargs).arguments
+        arguments = self.signature.bind(*args, **kwargs).arguments
         terms = read_terms(model, calls) if model is not None else ()
         written = self._written.current()
         for handle in (handle for call in calls for handle in call.written):
@@ -237,9 +237,12 @@ def loss_of_outputs(
     The losses added by layers come from the current stateless scope. The
     variables that a loss writes are restored.
     """
-    written = LossTap.open(model).written()
-    with kept_variables(written), observed_losses() as losses:
-        loss = model.compute_loss(**{**arguments, "y_pred": outputs})
+    tap = LossTap.open(model)
+    # `*args` and `**kwargs` of an override cannot be passed by name.
+    call = tap.signature.bind_partial()
+    call.arguments.update({**arguments, "y_pred": outputs})
+    with kept_variables(tap.written()), observed_losses() as losses:
+        loss = model.compute_loss(*call.args, **call.kwargs)
     terms = read_terms(model, losses)
     return scalar_loss(weigh(loss, terms, shares))
 
