@@ -142,7 +142,7 @@ def segmentation(make: Make, options: dict[str, Any]) -> Losses:
     def normalized(layer: Any, x: Any) -> Any:
         return layers.BatchNormalization()(layer(layers.ReLU()(x)))
 
-    train, test = pixel_classes(600)
+    train, test = pixel_classes(480)
     inputs = keras.Input((48, 48, 1))
     x = layers.Conv2D(16, 3, strides=2, padding="same")(inputs)
     x = previous = layers.BatchNormalization()(x)
