@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import paths  # noqa: F401
+from common.arguments import parse_variant
 from targets import report
 from targets.report import markdown_table
 from targets.study import TRAININGS, Records
@@ -158,6 +159,13 @@ def race_table(
     return ("problem", *RACERS.values()), rows
 
 
+def _short(method: str) -> str:
+    """Return the name of a method and its learning rate."""
+    variant = parse_variant(method)
+    rate = variant.arguments.get("learning_rate", "")
+    return f"{variant.name} {rate}".strip()
+
+
 def examples_table(
     records: Sequence[Mapping[str, Any]],
 ) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
@@ -190,7 +198,7 @@ def examples_table(
                 f"{mean('kfac', 'covered'):.0%}",
                 ends("kfac"),
                 ends("adam"),
-                ", ".join(f"{ends(method)} ({method})" for method in others),
+                ", ".join(f"{ends(m)} ({_short(m)})" for m in others),
                 f"{mean('kfac', 'step') / mean('adam', 'step'):.2f}",
                 " / ".join(first),
                 str(len(warned("kfac") - warned("adam"))),

@@ -24,12 +24,12 @@ def test_losing_rows_stay_in_the_table() -> None:
             record("kfac", 1, 3.0, step=0.2, warnings=["shuffle"]),
             record("adam", 0, 1.0, warnings=["shuffle"]),
             record("adam", 1, 2.0),
-            record("sgd", 0, 4.0),
+            record("sgd:learning_rate=0.3:momentum=0.9", 0, 4.0),
         ]
     )
     assert columns[0] == "program"
     assert gan[:4] == ("gan", "9", "75%", "2 / 1")
-    assert gan[4:6] == ("1.5 / 1", "4 / 1 (sgd)")
+    assert gan[4:6] == ("1.5 / 1", "4 / 1 (sgd 0.3)")
     assert gan[6:] == ("3.00", "2.0 / 2.0", "1")
     assert level[:4] == ("at or below Adam", "", "", "0 / 1 of 1")
 

@@ -140,12 +140,12 @@ def segmentation(make: Make, options: dict[str, Any]) -> Losses:
     """U-Net of separable convolutions; a class for each pixel."""
 
     def normalized(layer: Any, x: Any) -> Any:
-        return layers.BatchNormalization()(layer(layers.ReLU()(x)))
+        return layers.BatchNormalization(momentum=0.9)(layer(layers.ReLU()(x)))
 
-    train, test = pixel_classes(600)
+    train, test = pixel_classes(480)
     inputs = keras.Input((48, 48, 1))
     x = layers.Conv2D(16, 3, strides=2, padding="same")(inputs)
-    x = previous = layers.BatchNormalization()(x)
+    x = previous = layers.BatchNormalization(momentum=0.9)(x)
     for width in (32, 48):
         for _ in range(2):
             x = normalized(layers.SeparableConv2D(width, 3, padding="same"), x)

@@ -123,7 +123,7 @@ def translation(make: Make, options: dict[str, Any]) -> Losses:
     model = keras.Model([encoder_inputs, decoder_inputs], outputs)
     loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=0)
     model.compile(make(), loss, metrics=["accuracy"])
-    model.fit(*train, batch_size=64, epochs=12, **options)
+    model.fit(*train, batch_size=64, epochs=10, **options)
     return losses(model, train, test)
 
 
