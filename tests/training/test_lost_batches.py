@@ -340,7 +340,6 @@ def lose_batches(case: Training) -> None:
     np.testing.assert_allclose(epoch, run(case.without_step(1)), 1e-5)
     np.testing.assert_equal(*results)  # bit for bit, as if it were not there
     faults = tuple((s, worker, np.nan) for s in range(3) for worker in workers)
-    assert np.isnan(run(replace(case, feed=case.rows[:2], faults=faults))).all()
     with pytest.raises(FloatingPointError, match="3 steps in a row"):
         run(replace(case, faults=faults))
 
