@@ -313,3 +313,16 @@ def test_loss_scale_of_a_custom_loop() -> None:
     for path, block in kfac_of(plain).factors().items():
         for name, want in block.items():
             assert_close(factors[path][name], want, 1e-5)
+
+
+def test_scaler_of_a_compiled_optimizer() -> None:
+    """An optimizer compiled again with a loss scaler knows its scale."""
+    model = compiled_mlp(eager=True)
+    optimizer = kfac_of(model)
+    model.train_on_batch(X, Y)
+    want = optimizer.factors()["logits"]["G"]
+    scaler = keras.optimizers.LossScaleOptimizer(optimizer)
+    model.compile(scaler, loss(), run_eagerly=True)
+    model.train_on_batch(X, Y)
+    got = optimizer.factors()["logits"]["G"]
+    assert np.trace(got) < 2 * np.trace(want)
