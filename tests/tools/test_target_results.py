@@ -102,28 +102,6 @@ def test_the_ratio_is_to_the_first_baseline_at_the_target() -> None:
     assert rows_of(comparison)[OURS].ratio == pytest.approx(0.3)
 
 
-def test_defaults_are_compared_over_their_own_seeds() -> None:
-    """Means of the baseline: 0.92 over two seeds, 0.9 over three."""
-    records = [
-        *(
-            record("adam", i, (2.0, x))
-            for i, x in enumerate((0.91, 0.93, 0.86))
-        ),
-        *(record("kfac", i, (1.0, x)) for i, x in enumerate((0.95, 0.97))),
-        record("kfac:epochs=0.5", 0, (1.0, 0.99)),
-    ]
-    [comparison] = results.compare(records)
-    rows = rows_of(comparison)
-    assert rows["kfac:epochs=0.5"].end == "tie"  # a single seed
-    assert (rows["kfac"].end, rows["kfac"].claim) == ("less", "")
-    assert results.geometric_means([comparison]) == {}
-    columns, [line, _] = report.summary(records)
-    assert columns[2:] == ["`KFAC()`", "`KFAC()`, epochs=0.5"]
-    assert line[1:3] == ["Adam: 0.9 ± 0.036", "0.96 ± 0.014, **better**"]
-    assert line[3] == "0.99, level"
-    assert report.full_table([comparison])[1][0][2] == line[2]
-
-
 def test_losing_rows_stay() -> None:
     records = cnn_records()
     records[-2:] = [
@@ -167,69 +145,3 @@ def test_the_quickest_of_equal_settings_is_chosen() -> None:
     half = record("muon", 0, (4.0, 0.85), phase="search", share=0.5)
     best = plan.best_setting([*records, half], 0.2)
     assert best is not None and best.share == 0.5
-
-
-def test_the_table_of_the_readme() -> None:
-    columns, [line, mean] = report.summary(cnn_records())
-    assert columns[2] == "K-FAC"
-    assert line[0] == "cnn (small), accuracy"
-    assert line[1] == "Adam: 0.91 ± 0.014"
-    assert line[2] == "0.30 / 0.30, level"
-    assert mean[-1] == "0.30 (1) / 0.30 (1)"
-
-
-def test_the_table_of_the_readme_has_what_ran_on_all_problems() -> None:
-    vae = [
-        each | {"run": each["run"] | {"problem": "vae"}}
-        for each in cnn_records()
-    ]
-    eigen = record("kfac:solver=eigen", 0, (4.0, 0.5), (5.0, 0.9))
-    columns, rows = report.summary([*cnn_records(), *vae, eigen])
-    assert columns[2:] == ["K-FAC"] and len(rows) == 3
-
-
-def test_the_table_of_the_readme_has_the_largest_size_alone() -> None:
-    full = [
-        each | {"run": each["run"] | {"size": "full"}} for each in cnn_records()
-    ]
-    mlp = [
-        each | {"run": each["run"] | {"problem": "mlp"}}
-        for each in cnn_records()
-    ]
-    _, rows = report.summary([*cnn_records(), *mlp, *full])
-    assert [row[0].partition(",")[0] for row in rows[:-1]] == [
-        "mlp (small)",
-        "cnn (full)",
-    ]
-    assert rows[-1][-1] == "0.30 (2) / 0.30 (2)"
-
-
-def test_the_tables_of_tiny_problems() -> None:
-    """Mean losses: Adam 0.3 at its best, Muon 0.1, today's 0.2, ours 0.15."""
-    ours = "kfac"
-    ends = [
-        ("adam", 0.001, 2.0, (0.2, 0.3, 0.4)),
-        ("adam", 0.03, 2.0, (0.5, 0.5, 0.5)),
-        ("muon", 0.01, 1.0, (0.1, 0.1, 0.1)),
-        (report.NATURAL, None, 3.0, (0.2, 0.21, 0.19)),
-        (ours, None, 3.0, (0.15, 0.14, 0.16)),
-    ]
-    records = [
-        record(method, seed, (seconds, loss), size="tiny", rate=rate)
-        | {"validation": 0.5 + loss}
-        for method, rate, seconds, losses in ends
-        for seed, loss in enumerate(losses)
-    ]
-    constant = record("adam:schedule=constant", 0, (1.0, 0.9), size="tiny")
-    constant["validation"] = 0.5
-    found = report.tiny_ends([*records, constant])
-    assert [*report.tiny_ends([*records, constant], constant=True)] == ["cnn"]
-    columns, [cnn, *marks] = report.tiny_table(found)
-    assert columns == ["problem", "Adam", "Muon", "K-FAC", "`KFAC()`"]
-    # 0.1 / sqrt(3) = 0.06.
-    assert cnn[:2] == ["cnn, accuracy", "0.3 ± 0.06; 0.8 (0.001)"]
-    assert cnn[4] == "0.15 ± 0.006; 0.65"
-    assert [mark[4] for mark in marks] == ["1 of 1", "0.5 (cnn)", "0.5", "1.5"]
-    # Without Adam there is nothing to compare with.
-    alone = {"cnn": {ours: found["cnn"][ours]}}
-    assert report.tiny_table(alone)[1][1] == ["below Adam", ""]
