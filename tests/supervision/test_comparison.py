@@ -98,13 +98,14 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 # Inputs of each optimizer.
 CASES = {
-    "KFAC": ("arrays", "PyDataset, dictionary"),
+    "KFAC": ("arrays",),
     "Adam": (
         "arrays, steps",
         "arrays, dictionary",
         "arrays, in batches",
         "dataset",
         "dataset, distributed",
+        "PyDataset, dictionary",
         "PyDataset, threads",
     ),
 }
