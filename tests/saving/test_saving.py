@@ -327,8 +327,8 @@ def test_checkpoint_restored_before_the_first_step(tmp_path: Path) -> None:
     ("make", "optimizer"),
     [
         (mlp, tfkfac.KFAC),
-        (mlp, tfkfac.FOSI),
-        (mlp, tfkfac.GaussNewton),
+        (mlp, lambda: tfkfac.FOSI(num_largest=1, lanczos_steps=2)),
+        (mlp, lambda: tfkfac.GaussNewton(acceleration=False)),
         pytest.param(Subclassed, tfkfac.KFAC, marks=pytest.mark.slow),
     ],
 )
