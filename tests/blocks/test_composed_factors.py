@@ -8,17 +8,14 @@ import pytest
 from keras import layers
 
 from tests.support.harness import (
-    assert_close,
     check_factors,
-    compiled,
-    find,
     half_squared_error,
     randomize,
     train_once,
     weights_of,
 )
 from tests.support.layer_cases import make_input
-from tests.support.layer_models import one_layer, targets
+from tests.support.layer_models import targets
 from tests.support.reference import append_one, factors
 
 BATCH = 4
@@ -135,26 +132,3 @@ def test_composed_model(factory: Any, first: str, eager: bool) -> None:
     assert len(step.factors) == 2
     check_factors(step.of(first), *want["first"].values())
     check_factors(step.of("second"), *want["second"].values())
-
-
-def test_loss_scale_does_not_change_factors() -> None:
-    """Factors and step are equal inside Keras' `LossScaleOptimizer`.
-
-    The square of a large scale overflows, so products must be unscaled.
-    """
-    runs = []
-    for scaled in (False, True):
-        layer = layers.Dense(2, activation="tanh", name="block")
-        model = one_layer(layer, (3,))
-        x = make_input("", (3,), BATCH)
-        optimizer = compiled(model, eager=False)
-        if scaled:
-            outer = keras.optimizers.LossScaleOptimizer(
-                optimizer, initial_scale=2.0**100
-            )
-            model.compile(optimizer=outer, loss=half_squared_error)
-        model.train_on_batch(x, targets(model, x))
-        block = find(optimizer.factors(), "block")
-        runs.append([block["A"], block["G"], *weights_of(model)])
-    for got, want in zip(runs[1], runs[0], strict=True):
-        assert_close(got, want, 1e-5)

@@ -366,22 +366,6 @@ def test_a_peer_without_the_secret_is_dropped(
         assert "another secret (TFKFAC_SECRET) or none" in line
 
 
-def test_proofs_cannot_be_reused(addresses: Any, with_secret: bytes) -> None:
-    """Reflection of worker 0's proof, and replay of an earlier proof."""
-    with waiting_worker_0(addresses):
-        worker = RawWorker(addresses)
-        worker.connection.send({"proof": worker.answer["proof"]})
-        assert worker.connection.receive(LIMIT_S) is None
-        assert worker.connection.closed
-        earlier = RawWorker(addresses)
-        proof = earlier.session(with_secret).prove(PEER)
-        earlier.connection.close()
-        worker = RawWorker(addresses)
-        worker.connection.send({"proof": proof})
-        assert worker.connection.receive(LIMIT_S) is None
-        assert worker.connection.closed
-
-
 @pytest.mark.parametrize("field", ["worker", "cluster", "job", "nonce"])
 def test_a_proof_covers_the_whole_greeting(field: str) -> None:
     greeting = Greeting(1, ("a:1", "b:2", ""), "job", "process", "nonce")

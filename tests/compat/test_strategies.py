@@ -33,9 +33,7 @@ def regression(rows: int, seed: int = 0) -> tuple[Any, Any]:
     return x, np.tanh(x[:, :3] * x[:, 1:])
 
 
-def train(
-    rows: int = 24, as_dataset: bool = False, **options: Any
-) -> dict[str, Any]:
+def train(rows: int) -> dict[str, Any]:
     """Fit, evaluate and predict with a small regression model."""
     keras.utils.set_random_seed(0)
     with strategy().scope():
@@ -45,34 +43,16 @@ def train(
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
         model.compile(optimizer, "mse", metrics=["mae"])
     x, y = regression(rows)
-    pairs: Any = (x, y)
-    sizes: Any = {"verbose": 0, "batch_size": BATCH}
-    if as_dataset:
-        pairs = (tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH),)
-        x = tf.data.Dataset.from_tensor_slices((x,)).batch(BATCH)
-        del sizes["batch_size"]
-    history = model.fit(*pairs, shuffle=False, **sizes, **options)
+    pairs = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    inputs = tf.data.Dataset.from_tensor_slices((x,)).batch(BATCH)
+    history = model.fit(pairs, shuffle=False, verbose=0)
     return {
         "history": history.history,
-        "metrics": model.evaluate(*pairs, **sizes),
-        "outputs": model.predict(x, **sizes),
-        "expected_outputs": model(regression(rows)[0]).numpy(),
+        "metrics": model.evaluate(pairs, verbose=0),
+        "outputs": model.predict(inputs, verbose=0),
+        "expected_outputs": model(x).numpy(),
         "weights": model.get_weights(),
     }
-
-
-def train_with_extras() -> dict[str, Any]:
-    """Sample weights and callbacks; three epochs that end after two."""
-    return train(
-        rows=16,
-        sample_weight=np.random.default_rng(2).uniform(size=16),
-        callbacks=[
-            keras.callbacks.LearningRateScheduler(lambda e, r: r / (1 + e)),
-            keras.callbacks.EarlyStopping("val_loss", min_delta=1e9),
-        ],
-        validation_data=regression(11, seed=1),
-        epochs=3,
-    )
 
 
 def build_two_heads() -> Any:
@@ -176,11 +156,10 @@ def assert_same_everywhere(workers: list[Any]) -> None:
             np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("function", [train_with_extras, train_structures])
-def test_equals_a_single_process(on_workers: Any, function: Any) -> None:
-    workers = on_workers("two", function)
+def test_equals_a_single_process(on_workers: Any) -> None:
+    workers = on_workers("two", train_structures)
     assert_same_everywhere(workers)
-    assert_all_close(workers, function())
+    assert_all_close(workers, train_structures())
 
 
 def assert_all_close(workers: list[Any], want: Any) -> None:
@@ -189,12 +168,9 @@ def assert_all_close(workers: list[Any], want: Any) -> None:
         tf.nest.map_structure(close, worker, want)
 
 
-@pytest.mark.parametrize(
-    "options", [{"rows": 13, "as_dataset": True}, {"rows": 1}]
-)
-def test_uneven_batches(on_workers: Any, options: Any) -> None:
+def test_uneven_batches(on_workers: Any) -> None:
     """Keras averages over replicas, so results differ from one process."""
-    workers = on_workers("two", train, **options)
+    workers = on_workers("two", train, 13)
     assert_same_everywhere(workers)
     (first, _) = workers
     assert np.all(np.isfinite(first["history"]["loss"]))

@@ -7,7 +7,6 @@ import pytest
 import tensorflow as tf
 
 from tests.support.curvature_models import (
-    ZOO,
     differences,
     noise,
     ready,
@@ -15,13 +14,15 @@ from tests.support.curvature_models import (
     weight_count,
 )
 from tests.support.dtypes import floats
-from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tfkfac.curvature.gauss_newton import gauss_newton_form
 from tfkfac.loss.batch import training_call
 
 DIRECTIONS = 3
-QUICK = ("conv_strides", "batch")
+CASES = (
+    "conv_strides", "batch", "lstm", "attention", "embedding", "dropout",
+    "kernel_regularizer",
+)  # fmt: skip
 
 
 def form(model: Any, vectors: Array, x: Any, y: Any, **kwargs: Any) -> Array:
@@ -43,9 +44,7 @@ def form(model: Any, vectors: Array, x: Any, y: Any, **kwargs: Any) -> Array:
     return np.asarray(compute())
 
 
-@pytest.mark.parametrize(
-    "case", with_slow(ZOO, *(case for case in ZOO if case not in QUICK))
-)
+@pytest.mark.parametrize("case", CASES)
 def test_every_layer(case: str) -> None:
     """For the mean squared error: `2 / (B D)` times products of tangents."""
     with floats("float64"):

@@ -38,7 +38,12 @@ def step_over_nccl(optimizer: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids="mirrored: {}".format)
+# With two replicas, HYBRID-OPT is MEM-OPT.
+@pytest.mark.parametrize(
+    "optimizer",
+    [name for name in OPTIMIZERS if name != "hybrid_opt"],
+    ids="mirrored: {}".format,
+)
 def test_all_are_in_one_order(on_workers: Any, optimizer: str) -> None:
     """In TensorFlow, NCCL sums neither integers nor bfloat16."""
     (result,) = on_workers("mirrored", step_over_nccl, optimizer)

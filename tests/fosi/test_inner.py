@@ -30,9 +30,7 @@ from tests.support.fosi_reference import (
     sgd,
     small,
 )
-from tests.support.marks import with_slow
 from tests.support.reference import Array
-from tfkfac.fosi.layouts import LAYOUTS
 from tfkfac.fosi.update import is_plain_sgd
 from tfkfac.training.job import Job
 
@@ -174,15 +172,14 @@ def momentum_of(optimizer: Any) -> Array:
     return np.concatenate([np.ravel(b) for b in momenta])
 
 
-@pytest.mark.parametrize("layout", with_slow(LAYOUTS, "columns"))
-def test_momentum_stays_out_of_new_directions(layout: str) -> None:
+def test_momentum_stays_out_of_new_directions() -> None:
     """With alpha = 0, no weight moves along V (Nesterov momentum, `s`).
 
     In float32; the momentum begins before the first estimation.
     """
     x, y = data()
     model = mlp()
-    options = {"num_smallest": 1, "learning_rate_clip": 2.0, "layout": layout}
+    options = {"num_smallest": 1, "learning_rate_clip": 2.0}
     optimizer = fosi(SGD(0.1, 0.9, True), alpha=0.0, **options)
     model.compile(optimizer, loss())
     before, seen = flat(model), set()

@@ -17,7 +17,6 @@ from tests.support.fosi_reference import (
     small,
 )
 from tests.support.harness import randomize
-from tests.support.marks import with_slow
 from tests.support.small import curvature
 
 
@@ -27,13 +26,6 @@ def head(body: Callable[[Any], Any]) -> Any:
     x = keras.Input((FEATURES,))
     first = layers.Dense(2, "tanh", name="first")
     return keras.Model(x, layers.Dense(2, name="last")(body(first(x))))
-
-
-def two_outputs() -> Any:
-    a, b = keras.Input((1,), name="a"), keras.Input((1,), name="b")
-    h = layers.Dense(2, "tanh")(layers.Concatenate()([a, b]))
-    outputs = {"u": layers.Dense(1)(h), "v": layers.Dense(2)(h)}
-    return keras.Model({"a": a, "b": b}, outputs)
 
 
 class Subclassed(keras.Model):
@@ -54,28 +46,24 @@ class Subclassed(keras.Model):
 MODELS: dict[str, Callable[[], Any]] = {
     "batch_norm": lambda: head(lambda h: layers.BatchNormalization()(h)),
     "dropout": lambda: head(lambda h: layers.Dropout(0.5, seed=3)(h)),
-    "two_outputs": two_outputs,
     "subclassed": Subclassed,
 }
 
 
-def batch_for(name: str) -> tuple[Any, Any]:
+def batch() -> tuple[Any, Any]:
     rng = np.random.default_rng(4)
-    x, y = rng.normal(size=(ROWS, FEATURES)), rng.normal(size=(ROWS, 2))
-    if name == "two_outputs":
-        return {"a": x[:, :1], "b": x[:, 1:]}, {"u": y[:, :1], "v": y}
-    return x, y
+    return rng.normal(size=(ROWS, FEATURES)), rng.normal(size=(ROWS, 2))
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize("name", with_slow(MODELS, "two_outputs"))
+@pytest.mark.parametrize("name", MODELS)
 def test_directions(name: str, double: None) -> None:
     """Ritz pairs are of the batch's Hessian, by finite differences.
 
     The rates are zero. A replay of the forward pass draws the random numbers
     of the next pass and changes no seed.
     """
-    x, y = batch_for(name)
+    x, y = batch()
     model = MODELS[name]()
     if model.built:
         randomize(model)
@@ -86,8 +74,9 @@ def test_directions(name: str, double: None) -> None:
     (directions,) = (
         v for k, v in curvature(optimizer).items() if "directions" in k
     )
-    batch = keras.tree.map_structure(tf.constant, (x, y))
-    images = difference_products(model, directions.T, *batch)
+    images = difference_products(
+        model, directions.T, tf.constant(x), tf.constant(y)
+    )
     want = directions.T * optimizer.spectrum()
     assert optimizer.spectrum()[0] > 0.1
     scale = np.abs(want).max()
@@ -103,7 +92,7 @@ def test_directions(name: str, double: None) -> None:
 # ------------------------------------------------------------ state of layers
 def test_state_moves_once_per_step() -> None:
     """Estimations do not update moving statistics a second time."""
-    x, y = batch_for("dropout")
+    x, y = batch()
     x = x.astype("float32")
     models = []
     for wrap in (True, False):

@@ -17,7 +17,6 @@ from tests.support.fosi_reference import Fosi, Network, mlp
 from tests.support.fosi_training import reference, train
 from tests.support.marks import with_slow
 from tests.support.reference import Array
-from tests.support.schedules import Formula
 from tests.support.training import (
     FEEDS,
     HIDDEN,
@@ -71,8 +70,6 @@ SLOW = {
         "rows", "stale", faults=((5, 1, NAN),)
     ),
     "four: rows, paper": accelerated("rows", "paper", fraction=0.25),
-    "four: columns, stale": accelerated("columns", "stale", fraction=0.75),
-    "mirrored: columns, paper": accelerated("columns", "paper", "adam"),
 }
 CASES = {"two: columns, paper": accelerated("columns", "paper")} | SLOW
 
@@ -226,18 +223,6 @@ def test_synchronized_moments(on_workers: Any, where: str) -> None:
         assert distance(got, want) <= 1e-9 * travelled
         if (values := process["ritz_values"][0]) is not None:
             np.testing.assert_allclose(values, single["spectrum"], rtol=1e-8)
-
-
-def test_when_the_first_estimation_comes() -> None:
-    """The first estimation ends with the first interval after the warm-up."""
-    options: Any = {"accelerator_fraction": 0.5, "warmup_steps": 1200}
-    known = tfkfac.FOSI(**options, update_interval=30).method
-    assert known.first(0) == known.first(1229) == "the first after update 1,230"
-    assert known.first(1230) == ""
-    changing = tfkfac.FOSI(**options, update_interval=Formula(lambda t: 30))
-    first = changing.method.first
-    assert first(0) == first(1200) == "the first begins before update 1,201"
-    assert first(1201) == ""
 
 
 def test_one_device_is_not_enough() -> None:

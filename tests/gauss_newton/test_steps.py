@@ -19,11 +19,7 @@ STEPS = 4
 # In the space of residuals; all others in the space of parameters. Grouped
 # convolutions and masks loop over examples.
 RESIDUALS = ("layer_two_axes", "lstm")
-CASES = [
-    "tanh", "conv_strides", "conv_groups", "depthwise", "transposed",
-    "max_pooling", "attention", "masked_rnn", "projected_rnn", "embedding",
-    *RESIDUALS,
-]  # fmt: skip
+CASES = ["tanh", "conv_groups", "attention", "masked_rnn", *RESIDUALS]
 
 
 @pytest.mark.parametrize("case", with_slow(CASES, *CASES[1:]))

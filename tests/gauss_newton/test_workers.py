@@ -21,7 +21,6 @@ REGRESSION = Training("GaussNewton", "regression")
 CLASSES = Training("GaussNewton", "small", faults=((5, 1, np.nan),))
 CASES = {
     "mirrored: regression": REGRESSION,
-    "two: regression": REGRESSION,
     "two: classes, NaN": CLASSES,
 }
 

@@ -49,23 +49,15 @@ def assert_same_weights(model: Any, want: list[Array]) -> None:
 
 
 # ----------------------------------------------------------------- bad batches
-@pytest.mark.parametrize(
-    ("value", "solver", "eager"),
-    [(INF, "eigen", True), (NAN, "inverse", False)],
-)
-def test_bad_batch_changes_nothing(
-    value: float, solver: str, eager: bool, capfd: Any
-) -> None:
+def test_bad_batch_changes_nothing(capfd: Any) -> None:
     """Weights, factors, slots and iterations stay; the step is counted."""
-    model = compiled_mlp(
-        "adam", solver=solver, eager=eager, **dict.fromkeys(INTERVALS, 1)
-    )
+    model = compiled_mlp("adam", **dict.fromkeys(INTERVALS, 1))
     optimizer = kfac_of(model)
     model.train_on_batch(X, Y)
     weights = model.get_weights()
     state, inner = curvature(optimizer), slots(optimizer)
     capfd.readouterr()
-    for bad in (1, 2):
+    for bad, value in ((1, NAN), (2, INF)):
         model.train_on_batch(poisoned(value), Y)
         assert int(optimizer.skipped_steps) == bad
     err = capfd.readouterr().err
@@ -297,7 +289,7 @@ def test_float16_trains(policy: Callable[[str], None]) -> None:
 
 
 def test_loss_scale_of_a_custom_loop() -> None:
-    """An unknown loss scale is an error, not a factor in G."""
+    """An unknown loss scale is an error; the square of a scale overflows."""
 
     def scaled_step() -> None:
         gradients = gradients_of(
@@ -307,7 +299,7 @@ def test_loss_scale_of_a_custom_loop() -> None:
 
     model, plain = mlp(), compiled_mlp(eager=True)
     scaler = keras.optimizers.LossScaleOptimizer(
-        tfkfac.KFAC(step="natural"), initial_scale=512.0
+        tfkfac.KFAC(step="natural"), initial_scale=2.0**100
     )
     before = model.get_weights()
     scaler.inner_optimizer.attach(model)

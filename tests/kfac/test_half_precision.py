@@ -59,10 +59,8 @@ def reduced(
 @pytest.mark.parametrize(
     ("packs", "dtype", "size"),
     [
-        (False, "bfloat16", 1e-12),
-        (True, "bfloat16", 1e8),
+        (False, "bfloat16", 1e8),
         (True, "float16", 1e-12),
-        (False, "float16", 1e8),
     ],
 )
 def test_statistics_of_any_magnitude(
@@ -100,9 +98,15 @@ def test_statistics_that_are_not_finite() -> None:
         assert not np.isfinite(result[len(result) - 1]["G"].total).all()
 
 
-@pytest.mark.parametrize("size", [1e-12, 1e4])
-@pytest.mark.parametrize("solver", SOLVES)
-@pytest.mark.parametrize("damping", [1e-2, 1e-8])
+@pytest.mark.parametrize(
+    ("solver", "size", "damping"),
+    [
+        ("inverse", 1e-12, 1e-2),
+        ("inverse", 1e4, 1e-8),
+        ("eigen", 1e-12, 1e-8),
+        ("eigen", 1e4, 1e-2),
+    ],
+)
 def test_decompositions(solver: str, size: float, damping: float) -> None:
     """The error of a step is a few roundings, for G of any size."""
     layer = layers.Dense(3, kernel_initializer="zeros")

@@ -225,17 +225,6 @@ def test_loss_terms_are_checked() -> None:
 
 
 # ------------------------------------------------------------ unknown losses
-def test_single_numbers_without_an_axis_of_features() -> None:
-    """Keras averages outputs without a feature axis over the examples."""
-    model = keras.Sequential(
-        [keras.Input((5,)), layers.Dense(1, name="d"), layers.Reshape(())]
-    )
-    randomize(model)
-    a = append_one(X.astype(np.float64))
-    g = a @ np.vstack(weights_of(model)) - REAL[:, :1]
-    _, optimizer = step_of(model, X, REAL[:, 0], "mse")
-    want = factors(a[:, None], g[:, None])
-    check_factors(find(optimizer.factors(), "d"), *want)
 
 
 def huber(y: Any, p: Any) -> Any:

@@ -90,9 +90,6 @@ QUICK = {
         fisher="monte_carlo",
         patches=("least likely labels",),
     ),
-    "two: mem_opt, rest": case(
-        "mem_opt", "small", skip_layers=("hidden",), rest_optimizer=None
-    ),
     "two: comm_opt, groups": case("comm_opt", "vision", patches=("groups",)),
     "two: mem_opt, spectral": case(
         "mem_opt", "cnn", skip_layers=("hidden",), inner="warm-up", **SPECTRAL
@@ -117,10 +114,6 @@ SLOW = {
         factor_update_interval=1,
         inverse_update_interval=1,
     ),
-    "two: dp_kfac, same rows": case("dp_kfac", "language", feed="same"),
-    "two: mem_opt, text": case(
-        "mem_opt", "text", inner="adam", weight_sharing="reduce"
-    ),
     "two: mem_opt, eager": case("mem_opt", "small", eager=True),
     "two: mem_opt, accumulation": case(
         "mem_opt", "small", inner="accumulation, average, decay", fisher="type2"
@@ -131,9 +124,6 @@ SLOW = {
         inner="global clipnorm, average",
         damping="damping schedule",
         kl_clip="clip schedule",
-    ),
-    "two: dp_kfac, drawn labels": case(
-        "dp_kfac", "batch_norm", feed="some", fisher="monte_carlo"
     ),
     "two: hybrid_opt, half": SKETCHED(
         "hybrid_opt", gradient_worker_fraction=0.5, solver="eigen", **HALF
@@ -162,7 +152,6 @@ SLOW = {
         patches=("whole batches",),
         **SPECTRAL,
     ),
-    "mirrored: dp_kfac, adam": case("dp_kfac", "cnn", inner="adam"),
     "mirrored: mem_opt, spectral": case(
         "mem_opt",
         "batch_norm",
@@ -311,8 +300,6 @@ def check_weights(name: str, workers: list[Result]) -> None:
     Some workers have no row in some steps. In half precision, errors are a few
     roundings of the coarser dtype, and not 0.
     """
-    if name.endswith("drawn labels"):  # each worker draws its own
-        return
     first = workers[0]
     if CASES[name].model == "cnn":
         want = defined(name, first)
@@ -547,8 +534,6 @@ def squares(y: Any, p: Any) -> Any:
 
 
 LOSSES: dict[str, Any] = {
-    "mean of scalars": lambda y, p: 7 * tf.reduce_mean(squares(y, p)),
-    "sum": lambda y, p: tf.reduce_sum(squares(y, p)),
     # Constant for some tokens, so that some steps of a worker have no gradient.
     "capped": lambda y, p: tf.minimum(squares(y, p), 7.0),
     "weights": keras.losses.MeanSquaredError("mean_with_sample_weight"),
@@ -558,8 +543,6 @@ TERMS = {
     "two: capped": True,
     "two: weights": False,
     "two: outputs": True,
-    "two: mean of scalars": False,
-    "mirrored: sum": False,
 }
 
 

@@ -48,32 +48,22 @@ def spoil(optimizer: Any, path: str, value: float) -> None:
     tensor.assign(np.full(tensor.shape, value))
 
 
-@pytest.mark.parametrize(
-    ("solver", "value", "eager"),
-    [
-        ("inverse", 1e30, True),
-        pytest.param("eigen", NAN, False, marks=pytest.mark.slow),
-    ],
-)
-def test_the_plain_gradient_of_that_block_alone(
-    solver: str, value: float, eager: bool, capfd: Any
-) -> None:
+def test_the_plain_gradient_of_that_block_alone(capfd: Any) -> None:
     """Only that block takes the plain gradient, for one step."""
     model, twin = (
         compiled_mlp(
             keras.optimizers.SGD(0.1),
-            solver=solver,
             kl_clip=None,
             factor_update_interval=100,
             inverse_update_interval=100,
-            eager=eager,
+            eager=True,
         )
         for _ in range(2)
     )
     for one in (model, twin):
         one.train_on_batch(X, Y)
     optimizer = kfac_of(model)
-    spoil(optimizer, "hidden", value)
+    spoil(optimizer, "hidden", 1e30)
     gradients = [np.array(g) for g in gradients_of(model, X, Y)]
     before = model.get_weights()
     capfd.readouterr()
@@ -112,15 +102,13 @@ def wide() -> Any:
 
 CASES: dict[str, dict[str, Any]] = {
     "sketch": {"max_factor_dim": 10},
-    "spectral": {"step": "spectral"},
-    "accumulation": {"gradient_accumulation_steps": 2},
     "rows": {"inner_optimizer": keras.optimizers.SGD(0.1), "kl_clip": None},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "value"), zip(CASES, [1e30, NAN, NAN, 1e30], strict=True)
+    ("name", "value"), zip(CASES, [NAN, 1e30], strict=True)
 )
 def test_weights_stay_near(name: str, value: float) -> None:
     """Weights stay near with any step rule; a valid run moves by less than 1.
@@ -215,11 +203,6 @@ SPOILED = {
         "hidden",
     ),
     "two: decomposition, rows": (kfac("wide"), "second"),
-    "four: decomposition": (
-        kfac(distribution="hybrid_opt", solver="eigen"),
-        "hidden",
-    ),
-    "mirrored: decomposition": (kfac(distribution="mem_opt"), "hidden"),
 }
 
 

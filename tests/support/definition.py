@@ -47,7 +47,6 @@ from tests.support.training import (
 SOLVES = {"eigen": eigen_solve, "inverse": inverse_solve}
 ROOTS = {"eigen": eigen_root, "inverse": inverse_root}
 LAYERS = "conv", "hidden", "logits"
-Rate = Callable[[int], float]
 
 
 class Spectral:

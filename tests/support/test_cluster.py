@@ -44,17 +44,6 @@ def die(worker: int) -> None:
     hang()
 
 
-def return_a_function() -> Any:
-    return lambda: None
-
-
-def count_devices() -> tuple[int, str | None]:
-    import tensorflow as tf
-
-    devices = tf.config.list_logical_devices("CPU")
-    return len(devices), os.getenv("TFKFAC_TEST")
-
-
 # --------------------------------------------------------------------- tests
 def is_running(process: int) -> bool:
     try:
@@ -111,7 +100,6 @@ def test_workers_do_not_hang_after_a_failure(
         (die, (0,), "worker 0 exited with -9"),
         (hang, (), "not finished after 2.5 s"),
         ("sys:exit", ("leaving",), "a worker raised"),
-        (return_a_function, (), "a worker raised"),
         (f"{__name__}:missing", (), "a worker raised"),
     ],
 )
@@ -119,12 +107,6 @@ def test_ends_are_reported(function: Any, args: Any, words: str) -> None:
     limit = 2.5 if words.startswith("not") else 60.0
     with pytest.raises(ClusterError, match=words):
         run(function, *args, time_limit=limit)
-
-
-def test_devices_and_environment() -> None:
-    environment = {"TFKFAC_TEST": "yes"}
-    values = run(count_devices, workers=1, devices=3, environment=environment)
-    assert values == [(3, "yes")]
 
 
 def test_claimed_ports_are_free_and_unique() -> None:

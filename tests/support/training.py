@@ -59,8 +59,6 @@ FEEDS: dict[str, Feed] = {
     "late": rows_of([(0, 0, 3, 1), *_COUNTS[1:]]),
     # At least one row for every worker, as float32 convolutions need on CPUs.
     "some": rows_of([(3, 1, 2, 2), (1, 1, 2, 1)] * 5),
-    # All workers have the same rows.
-    "same": [[list(range(4 * s, 4 * s + 4))] * 4 for s in range(10)],
 }
 
 
@@ -197,17 +195,6 @@ def text() -> keras.Model:
     return keras.Model(tokens, layers.Dense(CLASSES, name="logits")(h))
 
 
-def language() -> keras.Model:
-    """Reversible embeddings with tied and with separate weights."""
-    tokens = keras.Input((5,), dtype="int32")
-    tied = layers.ReversibleEmbedding(TOKENS, 4, name="tied")
-    free = layers.ReversibleEmbedding(TOKENS, 4, tie_weights=False, name="free")
-    h = layers.GlobalAveragePooling1D()(tied(tokens) + free(tokens))
-    h = layers.Dense(4, activation="tanh", name="hidden")(h)
-    logits = tied(h, reverse=True) + free(h, reverse=True)
-    return keras.Model(tokens, logits)
-
-
 HIDDEN, SIZE = 3, 17  # of "network"; neither 2 nor 4 divides the 17 weights
 
 
@@ -220,7 +207,7 @@ _OF_IMAGES = vision, cnn, small, wide, recurrent, batch_norm
 # Model and data by name.
 MODELS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     **{f.__name__: (f, images) for f in _OF_IMAGES},
-    **{f.__name__: (f, sentences) for f in (text, language)},
+    "text": (text, sentences),
     "regression": (regression, values),
     "network": (network, lambda: fosi_reference.data(160)),
 }

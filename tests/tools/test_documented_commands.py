@@ -79,11 +79,6 @@ RUNS = (
         "[worker 0] Preconditioned weights",
     ),
     (
-        "python tools/studies/plan.py ResNet50",
-        "",
-        "Recommended: KFAC(distribution=",
-    ),
-    (
         "python tools/same_bits.py write before.npz",
         "--only process/dense/defaults",
         "1 runs",

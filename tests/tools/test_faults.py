@@ -1,6 +1,6 @@
-"""Faults of workers, with real processes: a row of each type.
+"""Faults of workers, with real processes: those without other tests.
 
-The other rows have tests in tests/cluster and tests/supervision.
+The others have tests in tests/cluster and tests/supervision.
 """
 
 import pytest
@@ -11,7 +11,7 @@ SOON_S = 15.0  # until others report the fault, on a busy machine
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["data", "kill", "momentum", "pause"])
+@pytest.mark.parametrize("name", ["kill", "pause"])
 def test_it_is_reported_and_ends(name: str) -> None:
     fault, result = faults.FAULTS[name], faults.run(name)
     assert result.problem(fault) is None, result.output

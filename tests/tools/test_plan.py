@@ -130,11 +130,3 @@ def test_papers() -> None:
     hop = papers.hop_of_kaisa(eigen)
     slow = dataclasses.replace(papers.KAISA_CLUSTER, latency=hop)
     assert papers.gain(papers.kaisa(eigen, slow)) == pytest.approx(0.244)
-
-
-@pytest.mark.slow
-def test_ten_thousand_workers(capsys: pytest.CaptureFixture[str]) -> None:
-    plan.main(["ResNet50", *CLUSTER, "--workers", "10000", "--batch", "4"])
-    text = capsys.readouterr().out
-    # 25 divisors; those of 1 and 10,000 are other modes.
-    assert text.count("  hybrid_opt 0") == 2 * (25 - 2)

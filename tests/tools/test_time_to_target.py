@@ -7,9 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
-import tensorflow as tf
 
 import time_to_target
 from targets import study, training
@@ -111,23 +109,6 @@ def test_settings_are_searched_and_the_best_is_measured(
         assert run.rate == (1e-3 if muon else None)
 
 
-def test_defaults_are_measured_with_adams_batch(
-    trained: Trained, tmp_path: pathlib.Path
-) -> None:
-    """`KFAC()` in all and in half of Adam's epochs; nothing is searched."""
-    methods = "kfac", "kfac:epochs=0.5"
-    words = ["--problem", "cnn", "--size", "small", "--seeds", "0", "1"]
-    words += ["--method", "adam", *methods]
-    words += ["--json", str(tmp_path / "s.json")]
-    assert time_to_target.main(words) == 0
-    runs = [run for run in trained.taken() if run.method in methods]
-    found = {(r.method, r.phase, r.batch, r.decay, r.share) for r in runs}
-    assert found == {
-        (method, "final", 250, 0.0, share)
-        for method, share in zip(methods, (1.0, 0.5), strict=True)
-    }
-
-
 def test_the_rest_has_adams_best_rate(
     trained: Trained, tmp_path: pathlib.Path
 ) -> None:
@@ -224,20 +205,3 @@ def test_a_tiny_study(
         assert curve["step"] == [300] and curve["cpu_seconds"][0] > 0
         assert 0 < curve["metric"][0] < record["validation"] < 0.6
     assert "`mine.py:make=" in capsys.readouterr().out
-
-
-def test_images_are_shifted_and_flipped() -> None:
-    """Each is one of fifty: five shifts down, five to the right, a mirror."""
-    images = np.random.default_rng(0).uniform(1, 2, (40, 6, 5, 1))
-    found = training.moved(tf.constant(images), tf.constant([3, 4], tf.int64))
-    seen = set()
-    for image, new in zip(images, found.numpy(), strict=True):
-        framed = np.pad(image, [(2, 2), (2, 2), (0, 0)])
-        for down, right, flipped in np.ndindex(5, 5, 2):
-            part = framed[down : down + 6, right : right + 5]
-            if np.array_equal(new, part[:, ::-1] if flipped else part):
-                seen.add((down, right, flipped))
-                break
-        else:
-            pytest.fail("neither shifted nor flipped")
-    assert len(seen) > 15

@@ -49,7 +49,6 @@ def missing(network: str, optimizer: str, jit: bool) -> set[str]:
     ("network", "optimizer"),
     [
         ("images", "sketch"),
-        pytest.param("tokens", "inverse", marks=pytest.mark.slow),
         pytest.param("tokens", "spectral", marks=pytest.mark.slow),
         pytest.param("images", "half", marks=pytest.mark.slow),
         pytest.param("tokens", "fosi", marks=pytest.mark.slow),

@@ -48,7 +48,6 @@ def fosi(**kwargs: Any) -> Any:
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "inverse": kfac,
     "eigen": lambda: kfac(solver="eigen"),
-    "sampled labels": lambda: kfac(fisher="monte_carlo"),
     "schedule": lambda: kfac(damping=Formula(watched_damping)),
     "gauss-newton": tfkfac.GaussNewton,
     "fosi": fosi,
@@ -206,13 +205,12 @@ def test_several_eager_replicas_are_refused(
         assert "one replica in each process" in error
 
 
-# In float64 but for Lanczos vectors. Labels are sampled by each replica, and an
-# accelerator does not train: these differ from one process.
+# In float64 but for Lanczos vectors. An accelerator does not train, which
+# differs from one process.
 TOLERANCES = {
     ("tokens", "eigen"): 1e-9,
     ("assertion", "inverse"): 1e-9,
     ("watched", "fosi"): 1e-5,
-    ("tokens", "sampled labels"): None,
     ("watched", "schedule"): 1e-9,
     ("watched", "accelerator"): None,
     ("watched", "gauss-newton"): 1e-6,

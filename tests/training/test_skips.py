@@ -1,7 +1,6 @@
 """Skipped steps change nothing; too many in a row raise an error."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import keras
@@ -11,11 +10,8 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tests.support.small import CLASSES, FEATURES, data, gradients_of, loss
-from tests.support.strategies import copies
-from tests.support.training import FEEDS, Training, build, fit
 
 X, Y = data(64)
 BATCH = 16
@@ -26,8 +22,6 @@ OPTIMIZERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
         lambda: tfkfac.KFAC(step="natural", gradient_accumulation_steps=2),
         (0, 1),
     ),
-    "fosi": (lambda: tfkfac.FOSI(warmup_steps=2), (1,)),
-    "spectral": (lambda: tfkfac.KFAC(step="spectral"), (1,)),
 }
 
 
@@ -67,13 +61,13 @@ def batches(gone: tuple[int, ...], bad: bool) -> Iterator[Any]:
             yield x, Y[rows]
 
 
-@pytest.mark.parametrize("name", with_slow(OPTIMIZERS, "fosi", "spectral"))
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_trace(name: str) -> None:
     """Statistics, seeds, loss and metrics equal those without the batch."""
     make, gone = OPTIMIZERS[name]
     found = []
     for bad in (True, False):
-        model = compiled(make())
+        model = compiled(make(), eager=name == "micro-batches")
         done = model.fit(batches(gone, bad), shuffle=False, verbose=0)
         assert int(model.optimizer.skipped_steps) == bad
         found.append((done.history, [np.array(v) for v in model.variables]))
@@ -153,57 +147,3 @@ def test_one_gradient_of_many() -> None:
     path = model.trainable_variables[3].path
     with pytest.raises(FloatingPointError, match=f"1 of 6 .* that of '{path}'"):
         optimizer.apply(gradients, model.trainable_variables)
-
-
-# ------------------------------------------------------------ several workers
-def skip(case: Training) -> None:
-    """The last worker has a NaN in step 1."""
-
-    def run(case: Training, limit: int | None = None) -> Any:
-        model = build(case, metrics=["accuracy"])
-        model.optimizer.max_skipped_steps = limit
-        return fit(model, case), copies(model.variables)[0]
-
-    history, variables = run(replace(case, faults=((1, -1, np.nan),)))
-    want_history, want_variables = run(case.without_step(1))
-    assert history == want_history
-    for got, want in zip(variables, want_variables, strict=True):
-        np.testing.assert_array_equal(got, want)
-    faults = tuple((step, -1, np.nan) for step in (1, 2, 3))
-    message = "2 steps in a row.*gradients are not finite"
-    with pytest.raises(FloatingPointError, match=message):
-        run(replace(case, faults=faults), 2)
-
-
-def skip_all() -> str:
-    """Return the error of MR-DHO2 if all batches are bad."""
-    options = {"warmup_steps": 1, "accelerator_fraction": 0.5}
-    feed = FEEDS["even"][:4]
-    faults = tuple((s, w, np.nan) for s in range(4) for w in range(2))
-    case = Training("FOSI", feed=feed, faults=faults, options=options)
-    model = build(case)
-    model.optimizer.max_skipped_steps = 3
-    with pytest.raises(FloatingPointError) as error:
-        fit(model, case)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("where", "optimizer"), [("two", "FOSI"), ("mirrored", "KFAC")]
-)
-@pytest.mark.slow
-def test_all_workers_together(
-    on_workers: Any, where: str, optimizer: str
-) -> None:
-    """A NaN on one worker skips the step on all; too many raise on all."""
-    case = Training(optimizer, "batch_norm", feed=FEEDS["even"][:4])
-    on_workers(where, skip, case)
-
-
-@pytest.mark.slow
-def test_accelerators_end_with_the_workers(on_workers: Any) -> None:
-    """Accelerators, without gradients, raise the error of the workers."""
-    worker, accelerator = on_workers("two", skip_all)
-    assert "skipped 3 steps in a row (max_skipped_steps=3): " in worker
-    assert "gradients are not finite, the first is that of" in worker
-    assert accelerator == worker

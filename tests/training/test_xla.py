@@ -109,9 +109,7 @@ def trained(name: str, optimizer: Any, jit: bool) -> Any:
         *(
             pytest.param(name, method, marks=pytest.mark.slow)
             for name, method in (
-                ("dense", "eigen"),
-                ("rows", "inverse"),
-                ("images", "inverse"),
+                ("images", "eigen"),
                 ("tokens", "inverse"),
                 ("rows", "spectral"),
                 ("images", "fosi"),
