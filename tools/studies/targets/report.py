@@ -127,23 +127,30 @@ def full_table(comparisons: Sequence[Comparison]) -> Table:
     """Return a row for each problem, with a column for each method."""
     order = {name: index for index, name in enumerate(TITLES)}
     found = dict.fromkeys(
-        row.setting.method for one in comparisons for row in one.rows
+        _column(row.setting) for one in comparisons for row in one.rows
     )
-    methods = sorted(found, key=lambda name: order.get(name, len(order)))
+    columns = sorted(found, key=lambda key: order.get(key[0], len(order)))
     rows = []
     for comparison in comparisons:
         run = comparison.best.setting
         cells = {
-            row.setting.method: _cell(row, comparison)
+            _column(row.setting): _cell(row, comparison)
             for row in comparison.rows
         }
         name = f"{run.problem}, {run.size}: {run.row.metric}"
-        rows.append([name, *(cells.get(method, "") for method in methods)])
+        rows.append([name, *(cells.get(key, "") for key in columns)])
     means = geometric_means(comparisons)
-    cells = {m: f"{mean:.2f} ({n})" for m, (mean, n) in means.items()}
+    texts = {m: f"{mean:.2f} ({n})" for m, (mean, n) in means.items()}
     last = "geometric mean of the ratios (problems)"
-    rows.append([last, *(cells.get(method, "") for method in methods)])
-    return ["problem", *map(title, methods)], rows
+    rows.append([last, *(texts.get(method, "") for method, _ in columns)])
+    titles = [title(method) + rest for method, rest in columns]
+    return ["problem", *titles], rows
+
+
+def _column(setting: Run) -> tuple[str, str]:
+    """Return the method, and the share of the epochs if it is not searched."""
+    is_part = is_untuned(setting.method) and setting.share != 1
+    return setting.method, f", {setting.share:g} of the epochs" * is_part
 
 
 def _cell(row: Row, comparison: Comparison) -> str:
