@@ -262,6 +262,22 @@ def test_skip_layers_decides() -> None:
     assert list(blocks_of(optimizer)) == ["encoder/second"]
 
 
+@pytest.mark.parametrize("container", ["one", "two"])
+def test_rules_include_shared_layers(container: str) -> None:
+    """Also where another container comes first."""
+    shared = layers.Dense(FEATURES, name="shared")
+    model = sequential(
+        keras.Sequential([shared], name="one"),
+        keras.Sequential([shared], name="two"),
+        layers.Dense(CLASSES, name="head"),
+    )
+    for argument, kept in (
+        ("only_layers", "one/shared"),
+        ("skip_layers", "head"),
+    ):
+        assert list(blocks_of(bind(model, **{argument: container}))) == [kept]
+
+
 def test_only_layers_of_a_loop() -> None:
     """A cell has no block, whether or not its container is excluded."""
     for rule in ("lstm", "lstm_cell"):

@@ -193,6 +193,8 @@ def test_train_job_of_kubeflow() -> None:
         (TORCHRUN, {"num_processes": 10**9}, "from 1 to 4096"),
         (TORCHRUN, {"coordinator": "::1"}, r"or '\[IPv6 address\]:port'"),
         (TORCHRUN, {"coordinator": 80}, "must be 'host:port'"),
+        (SAGEMAKER | {"SM_HOSTS": "algo-1"}, {}, "`SM_HOSTS` must be a JSON"),
+        (SAGEMAKER | {"SM_CURRENT_HOST": "algo"}, {}, "`SM_HOSTS` must be"),
         (TORCHRUN | {"MASTER_ADDR": "fe80::1"}, {}, "must be 'host:port'"),
         (SLURM | {"SLURM_JOB_ID": "x"}, {}, "`coordinator` must be given"),
         (ALL, {"num_processes": 4}, "be one address, or 4 different"),

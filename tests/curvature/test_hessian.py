@@ -244,3 +244,21 @@ def test_wrong_vectors() -> None:
     ):
         with pytest.raises(ValueError, match="`vectors`"):
             hessian_vector_product(model, x, y, vectors)
+
+
+class NamelessLoss(keras.Sequential):
+    """`compute_loss` without names of arguments."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return 2.0 * super().compute_loss(*args, **kwargs)
+
+
+def test_loss_without_names() -> None:
+    """Twice Keras' mean squared error of a linear model: H = 4 x^T x / n."""
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
+    dense = keras.layers.Dense(1, use_bias=False)
+    model = NamelessLoss([keras.Input((3,)), dense])
+    model.compile("sgd", "mse")
+    product = hessian_vector_product(model, x, x[:, :1], np.ones([3, 1]))
+    expected = 4 / len(x) * x.T @ x @ np.ones([3, 1])
+    np.testing.assert_allclose(product, expected, rtol=1e-5)

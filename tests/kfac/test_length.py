@@ -253,15 +253,44 @@ class AnyArguments(keras.Sequential):
         return super().compute_loss(x, y, y_pred, *args, **kwargs)
 
 
+class OnlyArguments(keras.Sequential):
+    """Its signature has no name of an argument."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
 def test_loss_with_any_arguments() -> None:
     """The curvature is that of Keras' loss, weighted by example."""
     x, weights = tf.random.normal([8, 4], seed=1), tf.range(1.0, 9.0)
     ratios = []
-    for model_class in (keras.Sequential, AnyArguments):
+    for model_class in (keras.Sequential, AnyArguments, OnlyArguments):
         dense = layers.Dense(4, kernel_initializer="ones")
         model = compiled(model_class([keras.Input((4,)), dense]))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model.train_on_batch(x, tf.zeros([8, 4]), weights)
         ratios.append(float(model.optimizer.method.states[0].length.ratio))
-    assert ratios[0] == ratios[1] != 1.0
+    assert ratios[0] == ratios[1] == ratios[2] != 1.0
+
+
+class WithoutState(keras.Model):
+    """Returns None as its second output."""
+
+    def call(self, x: Any, training: Any = None) -> Any:
+        return super().call(x, training=training), None
+
+    def compute_loss(
+        self, x: Any, y: Any, y_pred: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return super().compute_loss(x, y, y_pred[0], *args, **kwargs)
+
+
+def test_output_that_is_none() -> None:
+    """The curvature is known."""
+    inputs = keras.Input((4,))
+    model = compiled(WithoutState(inputs, layers.Dense(4)(inputs)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.train_on_batch(tf.ones([8, 4]), tf.zeros([8, 4]))
+    assert float(model.optimizer.method.states[0].length.ratio) != 1.0

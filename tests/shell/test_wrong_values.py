@@ -221,6 +221,7 @@ WRONG: list[tuple[Any, str, list[Any], str]] = [
     (KFAC, "skip_layers", [[None], [DENSE(1)], [int]], "layer names, regular"),
     (KFAC, "skip_layers", [["fine", "("], ["*"], ["(?P<x"]], "valid regular"),
     (KFAC, "only_layers", [[None], ["*"]], "(layer names|valid regular)"),
+    (KFAC, "only_layers", [[re.compile(b"x")]], "layer names, regular"),
     (PART, "gradient_worker_fraction", [0.5, 0, "0.5"], r"in \(0, 1\]"),
     (PART, "factor_dtype", ["float64", "int8", 16], "one of"),
     (PART, "inverse_dtype", ["float16"], "'bfloat16' or None.*overflow"),

@@ -81,8 +81,6 @@ def walk(
     """
     seen, ambiguous = {id(root)}, ambiguous_layers(root)
     paths: set[str] = set()
-    rules = {"skip_layers": skip_layers, "only_layers": only_layers or ()}
-    unused = {name: list(known) for name, known in rules.items()}
 
     def unique(path: str) -> str:
         parent, _, name = path.rpartition("/")
@@ -93,36 +91,58 @@ def walk(
         paths.add(path)
         return path
 
-    def matches_any(name: str, layer: keras.layers.Layer, path: str) -> bool:
-        matched = [rule for rule in rules[name] if matches(rule, layer, path)]
-        unused[name] = [rule for rule in unused[name] if rule not in matched]
-        return bool(matched)
-
-    def visit(parent: Node, prefix: str, included: bool) -> Iterator[Node]:
+    def visit(parent: Node, prefix: str) -> Iterator[Node]:
         for child in children(parent.layer):
             if id(child) in seen:
                 continue
             seen.add(id(child))
             path = unique(f"{prefix}{child.name}")
-            skipped = matches_any("skip_layers", child, path)
-            reason = SKIPPED if skipped else parent.reason_inside
+            reason = parent.reason_inside
             if reason is None and id(child) in ambiguous:
                 reason = "used in a TimeDistributed and elsewhere"
             node = Node(child, path, reason, distributor(parent.layer))
-            inside = matches_any("only_layers", child, path) or included
-            # The sublayers of an excluded container may match.
-            yield from visit(node, f"{path}/", inside)
-            yield node if inside else dataclasses.replace(node, reason=SKIPPED)
+            yield from visit(node, f"{path}/")
+            yield node
 
-    everything = only_layers is None
-    yield from visit(Node(root, "", None), "", everything)
-    yield Node(root, "", None if everything else SKIPPED)
-    for name, remaining in unused.items():
-        if remaining:
-            raise ValueError(
-                f"Argument `{name}` must match layers of the model. No layer "
-                f"of '{root.name}' matches: {remaining}"
-            )
+    top = Node(root, "", None)
+    nodes = list(visit(top, ""))
+    skipped = matching("skip_layers", skip_layers, nodes, root.name)
+    included = matching("only_layers", only_layers or (), nodes, root.name)
+    for node in (*nodes, top):
+        excluded = only_layers is not None and id(node.layer) not in included
+        if excluded or id(node.layer) in skipped:
+            node.reason = SKIPPED
+        yield node
+
+
+def matching(
+    name: str, rules: Sequence[LayerRule], nodes: Sequence[Node], model: str
+) -> set[int]:
+    """Ids of the layers that rules match, and of their sublayers.
+
+    Args:
+        name: Argument that the rules are from, for the error message.
+        rules: The rules.
+        nodes: All layers of the model.
+        model: Name of the model, for the error message.
+
+    Raises:
+        ValueError: If a rule matches no layer.
+    """
+    result: set[int] = set()
+    unused: list[LayerRule] = []
+    for rule in rules:
+        found = [x.layer for x in nodes if matches(rule, x.layer, x.path)]
+        # A sublayer may have been reached through another container.
+        result.update(id(x) for layer in found for x in all_layers(layer))
+        if not found:
+            unused.append(rule)
+    if unused:
+        raise ValueError(
+            f"Argument `{name}` must match layers of the model. No layer of "
+            f"'{model}' matches: {unused}"
+        )
+    return result
 
 
 def distributor(

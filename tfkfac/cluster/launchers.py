@@ -147,15 +147,32 @@ class SageMaker(OpenMPI):
 
     @override
     def settings(self) -> dict[str, Any]:
-        hosts = json.loads(self.environment["SM_HOSTS"])
+        hosts = self._hosts()
         index = hosts.index(self.environment["SM_CURRENT_HOST"])
         by_host = {"num_processes": len(hosts), "process_id": index}
         return by_host | super().settings()
 
     @override
     def coordinator(self) -> str:
-        host: str = json.loads(self.environment["SM_HOSTS"])[0]
-        return host
+        return self._hosts()[0]
+
+    def _hosts(self) -> list[str]:
+        """Return the hosts.
+
+        Raises:
+            ValueError: If they are not a JSON list with the current host.
+        """
+        try:
+            hosts: list[str] = json.loads(self.environment["SM_HOSTS"])
+        except json.JSONDecodeError:
+            hosts = []
+        current = self.environment["SM_CURRENT_HOST"]
+        if not isinstance(hosts, list) or current not in hosts:
+            raise ValueError(
+                "`SM_HOSTS` must be a JSON list that contains "
+                f"`SM_CURRENT_HOST`. Received: {self}"
+            )
+        return hosts
 
 
 class Slurm(Launcher):

@@ -153,8 +153,9 @@ def takes_any_batch(model: keras.Model, call: ForwardCall) -> bool:
     except Exception:  # the model refuses the size, or a second trace
         return False
     return all(
-        tf.TensorShape(x.shape)[:1] == [_OTHER_SIZE]
+        tf.is_tensor(x) and x.shape[:1] == [_OTHER_SIZE]
         for x in keras.tree.flatten(outputs)
+        if x is not None
     )
 
 

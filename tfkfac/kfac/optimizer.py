@@ -167,10 +167,9 @@ class KFAC(SecondOrderOptimizer):
             one, or several in a list or tuple. A rule that matches a layer
             includes its sublayers. The rest optimizer then trains all of
             their weights; spectral steps do not orthogonalise these matrices.
-        only_layers: The counterpart of `skip_layers`, with the same rules: all
-            other layers are left to the rest optimizer. Of layers that match
-            both arguments, `skip_layers` decides. None is all layers.
-            Defaults to None.
+        only_layers: Layers to precondition, by the same rules; all other
+            layers are left to the rest optimizer. A layer that both arguments
+            match is left to it too. None is all layers. Defaults to None.
         gradient_accumulation_steps: Number of micro-batches, at least 2, that
             make one step together, as if they were one batch: gradients and
             statistics are added up, and all intervals count steps. None is 1.

@@ -213,7 +213,7 @@ def check_layer_rule(name: str, rule: Any) -> LayerRule:
         class_name = rule[_CLASS]
         registered = keras.saving.get_registered_object(class_name)
         rule = registered or getattr(keras.layers, class_name, class_name)
-    if isinstance(rule, re.Pattern):
+    if isinstance(rule, re.Pattern) and isinstance(rule.pattern, str):
         return rule
     if isinstance(rule, type) and issubclass(rule, keras.layers.Layer):
         return rule

@@ -30,6 +30,9 @@ from tfkfac.loss.terms import (
     read_terms,
 )
 
+# Arguments of Keras' `compute_loss`, in order.
+_ARGUMENTS = ("x", "y", "y_pred", "sample_weight", "training")
+
 
 @dataclasses.dataclass(frozen=True)
 class LossBatch:
@@ -82,6 +85,8 @@ class LossTap(ModelTap[LossBatch]):
             loss = below(*args, **kwargs)
         model, earlier = self._model(), self.pop_items()
         arguments = self.signature.bind(*args, **kwargs).arguments
+        if "y_pred" not in arguments:  # `compute_loss(*args, **kwargs)`
+            arguments = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
         terms = read_terms(model, calls) if model is not None else ()
         written = self._written.current()
         for handle in (handle for call in calls for handle in call.written):
@@ -240,9 +245,12 @@ def loss_of_outputs(
     tap = LossTap.open(model)
     # `*args` and `**kwargs` of an override cannot be passed by name.
     call = tap.signature.bind_partial()
-    call.arguments.update({**arguments, "y_pred": outputs})
+    names = tap.signature.parameters.keys()
+    arguments = {**arguments, "y_pred": outputs}
+    call.arguments.update({n: x for n, x in arguments.items() if n in names})
+    others = {n: x for n, x in arguments.items() if n not in names}
     with kept_variables(tap.written()), observed_losses() as losses:
-        loss = model.compute_loss(*call.args, **call.kwargs)
+        loss = model.compute_loss(*call.args, **call.kwargs, **others)
     terms = read_terms(model, losses)
     return scalar_loss(weigh(loss, terms, shares))
 
