@@ -35,7 +35,8 @@ print(*row.values())
 PYTHON
 }
 
-# Runs the quick set in a new environment; NEXT, a pre-release, does not fail.
+# Runs the quick set in a new environment. A failure with NEXT, a nightly
+# package, is no failure of this script.
 try() { # NUMBER PYTHON NEXT PACKAGE...
   local environment="$folder/$1" python="$2" next="$3"
   shift 3

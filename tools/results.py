@@ -5,11 +5,11 @@
 
 All figures go into docs/pages/results.md, the first table and the main claims
 into README.md. A record of docs/trainings.json is a training of
-studies/time_to_target.py, one of
-docs/gauss_newton.json has the errors of an optimizer of
-examples/gauss_newton.py, one of docs/real_examples.json is a training of
-studies/real_examples.py. A record of docs/results.json is another study: its
-table, the command that repeats it, the machine and the commits of its figures.
+studies/time_to_target.py. A record of docs/gauss_newton.json has the errors of
+an optimizer of examples/gauss_newton.py. A record of docs/real_examples.json is
+a training of studies/real_examples.py. A record of docs/results.json is another
+study: its table, the command that repeats the study, the machine and the
+commits of its figures.
 """
 
 import argparse

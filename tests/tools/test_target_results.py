@@ -128,7 +128,10 @@ def test_defaults_are_compared_over_their_own_seeds() -> None:
     assert line[3] == "0.99, level"
     assert report.full_table([comparison])[1][0][2] == line[2]
     sentence = report.headline(records)
-    assert "**1 of 1 problems**, level on 0, worse on 0." in sentence
+    assert "best of 1 tuned baseline on **1 of 1 problems**" in sentence
+    assert sentence.endswith("level on 0, worse on 0.")
+    first = [r for r in records if r["run"]["seed"] == 0]
+    assert report.headline(first).endswith("counts as level: cnn.")
     assert "seconds" not in sentence
 
 

@@ -134,8 +134,9 @@ class OpenMPI(Launcher):
 class SageMaker(OpenMPI):
     """Training jobs of Amazon SageMaker: Open MPI, or one worker on each host.
 
-    `SM_HOSTS` is a JSON list. Its first host has rank 0 of Open MPI, which
-    passes the variables of this host to all ranks, `SM_CURRENT_HOST` too.
+    `SM_HOSTS` is a JSON list. Its first host has rank 0 of Open MPI. `mpirun`
+    copies the variables of this host to all ranks, so `SM_CURRENT_HOST` is the
+    same in all of them.
     """
 
     name = "SageMaker"

@@ -128,9 +128,9 @@ def compiled_loss(model: keras.Model) -> Any:
 
 
 def has_free_batch_axis(model: keras.Model) -> bool:
-    """True for a functional model with a batch axis of unknown size.
+    """True if inputs and outputs of a functional model have any batch size.
 
-    This refers to the inputs and outputs of the model.
+    False for other models.
     """
     inputs = getattr(model, "inputs", None)
     if not inputs:
@@ -142,7 +142,7 @@ def has_free_batch_axis(model: keras.Model) -> bool:
 
 
 def has_keras_call(layer: keras.layers.Layer) -> bool:
-    """True if `call` of a layer is code of Keras only."""
+    """True if Keras defines `call` of a layer, and the layer is no `Lambda`."""
     if isinstance(layer, keras.layers.Lambda):
         return False
     return type(layer).call.__module__.partition(".")[0] == "keras"

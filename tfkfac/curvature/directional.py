@@ -124,8 +124,8 @@ class LossInputs:
 def takes_any_batch(model: keras.Model, call: ForwardCall) -> bool:
     """True if a call of a model can be repeated with other batch sizes.
 
-    The `call` of a layer that is not of Keras may contain the batch size as a
-    constant. Then the call is traced with another size.
+    A custom layer may contain the batch size as a constant. If the model has
+    custom layers, the call is traced with another batch size.
     """
     if not has_free_batch_axis(model):
         return False

@@ -15,8 +15,8 @@ of a term. `|Q|^2` is the squared length of D in the metric of K-FAC, and
     rho = max(new, 0.9 rho + 0.1 new),   new = D^T F D / sum |Q|^2
 
 corrects it by the Gauss-Newton matrix F of a quarter of the batch, or of the
-whole batch where the model may depend on its size. So kappa is the square root
-of about twice the change of the predictions in nats.
+whole batch if the model may depend on the batch size. So kappa is the square
+root of about twice the change of the predictions in nats.
 `w = min(1, t / 10)` in step t: the first factors are rough.
 """
 

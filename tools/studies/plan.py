@@ -8,7 +8,7 @@ For every distribution and solver: seconds of a plain step, of a step that
 updates the factors and of the longest step that updates inverses, the mean step
 at some intervals, bytes that a worker receives in each of these steps, and its
 curvature state. All numbers are those of the worker that has most. The last
-line has the larger batch that fits into the memory that DP-KFAC saves.
+line has the larger batch size if DP-KFAC's saved memory holds layer outputs.
 """
 
 import argparse
@@ -139,9 +139,9 @@ def plan_text(
 def batch_text(
     estimates: Sequence[Estimate], model: keras.Model, batch: int
 ) -> str:
-    """Return the batch that fits into the memory that DP-KFAC saves.
+    """Return the batch size that DP-KFAC's saved memory allows.
 
-    The memory of an example is that of all layer outputs in float32.
+    Memory of an example: all layer outputs in float32.
     """
     state = {
         one.candidate.distribution: one.state["total"]

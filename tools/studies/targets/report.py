@@ -188,7 +188,7 @@ def summary(records: Sequence[Record]) -> Table:
         key=is_untuned,
         reverse=True,
     )
-    columns = ["problem", "best of four tuned baselines"]
+    columns = ["problem", f"best of {_baselines(comparisons)}"]
     lines = []
     for comparison in comparisons:
         run, best = comparison.best.setting, comparison.best
@@ -222,12 +222,15 @@ def headline(records: Sequence[Record]) -> str:
     comparisons, adams = (
         _largest(compare(records, *target)) for target in ((), ("adam",))
     )
-    ends = Counter(_rows(c)[KFAC].end for c in comparisons if KFAC in _rows(c))
+    rows = [_rows(c)[KFAC] for c in comparisons if KFAC in _rows(c)]
+    ends = Counter(row.end for row in rows)
     text = (
-        "With nothing chosen, `KFAC()` ends better than the best of four tuned "
-        f"baselines on **{ends['less']} of {ends.total()} problems**, level on "
-        f"{ends[TIE]}, worse on {ends['more']}."
+        "With nothing chosen, `KFAC()` ends better than the best of "
+        f"{_baselines(comparisons)} on **{ends['less']} of {ends.total()} "
+        f"problems**, level on {ends[TIE]}, worse on {ends['more']}."
     )
+    if single := [r.setting.problem for r in rows if len(r.finals) == 1]:
+        text += f" One seed, which counts as level: {', '.join(single)}."
     if mean := geometric_means(adams).get(KFAC):
         text += (
             f" It reaches tuned Adam's result in **{mean[0]:.2f} of Adam's "
@@ -268,6 +271,14 @@ def against_muon(records: Sequence[Record]) -> str:
         f"take {seconds:.2g} times Muon's processor seconds (geometric mean, "
         "not all on one machine)."
     )
+
+
+def _baselines(comparisons: Sequence[Comparison]) -> str:
+    """Return how many baselines were trained on each problem."""
+    counts = [sum(map(is_baseline, _rows(c))) for c in comparisons]
+    least, most = min(counts), max(counts)
+    number = str(most) if least == most else f"{least} to {most}"
+    return f"{number} tuned baseline{'s' * (most > 1)}"
 
 
 def _rows(comparison: Comparison) -> dict[str, Row]:
