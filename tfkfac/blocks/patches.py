@@ -368,7 +368,7 @@ def costs(
 
 
 def _edges(cells: int, outputs: int, kernel: int) -> float:
-    """Estimate the sum of squared widths of the two edges of an axis."""
+    """Return `2 (p / 2)^2`, for p padded positions at both ends of an axis."""
     outside = cells + kernel - 1 - outputs
     return outside**2 / 2
 

@@ -35,7 +35,7 @@ from tfkfac.capture.walk import LayerRule, Node, unbuilt, walk
 from tfkfac.factors import Limit
 
 # The reason of a class of blocks that a kind of steps leaves out on purpose.
-EXCLUDED = "left to the rest optimizer by steps of this kind"
+EXCLUDED = "spectral steps leave embeddings to the rest optimizer"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,7 +69,7 @@ _NO_CURVATURE = "no curvature"
 
 
 class Batch(NamedTuple):
-    """Numbers of a batch for the length, read outside of branches."""
+    """Inputs of the formula of the length, computed before `tf.cond`."""
 
     labels: tf.Tensor
     """Number of labels of a term, weighted by the share of this replica."""

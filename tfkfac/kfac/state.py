@@ -362,7 +362,7 @@ class Counters(Slots):
     def copy_from(
         self, other: "Counters", positions: Mapping[int, int]
     ) -> None:
-        """Copy the counts of blocks, given positions in `other` by position."""
+        """Copy counters; `positions` maps each position to that in `other`."""
         for variable, source in zip(
             self.variables, other.variables, strict=True
         ):

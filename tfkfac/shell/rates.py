@@ -80,8 +80,9 @@ class ScheduledOptimizer(AveragingOptimizer):
             return [f"Learning rate: {rate}, set during training."]
         if end is None:
             return [
-                f"Learning rate: {rate}, constant: no length known. It falls "
-                "to 0 over a `fit` of known length."
+                f"Learning rate: {rate}, constant: no length known "
+                "outside of `fit`. It falls to 0 over each `fit` of known "
+                "length."
             ]
         start = int(self.plan.start.numpy())
         return [

@@ -58,7 +58,7 @@ class Supervision(keras.callbacks.Callback):
         self._batches = 0
         # Number of updates before the first epoch, if the length is unknown.
         self._first_update: int | None = None
-        # End of the plan before other callbacks may load a backup.
+        # Last update of the decay. A change shows that a backup was loaded.
         self._end_before: int | None = None
         self._events_before: collections.Counter[tuple[str, int]]
         self._events: collections.Counter[str] = collections.Counter()
