@@ -63,7 +63,7 @@ class BlockCost:
         workers: int,
         num_scalars: int = 0,
     ) -> Self:
-        """Count the cost of a block whose gradient `workers` sum.
+        """Return the cost of a block; `workers` all-reduce its gradient.
 
         `num_scalars` scalars are sent with the preconditioned gradient.
         """
