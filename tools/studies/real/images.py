@@ -188,6 +188,10 @@ def fine_tuning(make: Make, options: dict[str, Any]) -> Losses:
     model.compile(make(), loss, metrics=["accuracy"])
     model.fit(*train, batch_size=32, epochs=15, **options)
     base.trainable = True
+    for layer in base.layers:
+        # Keras ignores `training=False` of a nested model in `fit`.
+        if isinstance(layer, layers.BatchNormalization):
+            layer.trainable = False
     model.compile(make(), loss, metrics=["accuracy"])
     model.fit(*train, batch_size=32, epochs=15, **options)
     return losses(model, train, test)
