@@ -294,3 +294,21 @@ def test_output_that_is_none() -> None:
         warnings.simplefilter("error")
         model.train_on_batch(tf.ones([8, 4]), tf.zeros([8, 4]))
     assert float(model.optimizer.method.states[0].length.ratio) != 1.0
+
+
+def test_eager_steps_trace_a_custom_layer_once() -> None:
+    """Five steps call it 5 times, for `D^T F D` 5 times, for the trace once."""
+    calls = []
+
+    class Counted(layers.Layer):
+        def call(self, x: Any) -> Any:
+            calls.append(1)
+            return x
+
+    stack = [keras.Input((4,)), layers.Dense(4), Counted()]
+    model = compiled(keras.Sequential(stack))
+    model.run_eagerly = True
+    calls.clear()
+    for _ in range(5):
+        model.train_on_batch(tf.ones([8, 4]), tf.zeros([8, 4]))
+    assert len(calls) == 11

@@ -132,10 +132,10 @@ def matching(
     result: set[int] = set()
     unused: list[LayerRule] = []
     for rule in rules:
-        found = [x.layer for x in nodes if matches(rule, x.layer, x.path)]
+        matched = [x.layer for x in nodes if matches(rule, x.layer, x.path)]
         # A sublayer may have been reached through another container.
-        result.update(id(x) for layer in found for x in all_layers(layer))
-        if not found:
+        result.update(id(x) for layer in matched for x in all_layers(layer))
+        if not matched:
             unused.append(rule)
     if unused:
         raise ValueError(

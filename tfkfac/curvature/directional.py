@@ -15,6 +15,7 @@ from tfkfac.compat.models import (
     has_free_batch_axis,
     has_keras_call,
 )
+from tfkfac.compat.overrides import keep_on
 from tfkfac.curvature.gauss_newton import (
     Direction,
     gauss_newton_form,
@@ -25,6 +26,8 @@ from tfkfac.loss.shares import LossMeasure
 
 # An odd batch size that few models contain as a constant.
 _OTHER_SIZE = 7
+# Attribute of a model: results of `takes_any_batch` by specs of the inputs.
+_KNOWN_CALLS = "_tfkfac_known_calls"
 
 
 class Selection(Protocol):
@@ -135,6 +138,20 @@ def takes_any_batch(model: keras.Model, call: ForwardCall) -> bool:
     leaves = [x for x in keras.tree.flatten(inputs) if _has_examples(x)]
     if not all(isinstance(x, tf.Tensor) for x in leaves):
         return False
+    specs = [
+        tf.TensorSpec([_OTHER_SIZE, *x.shape[1:]], x.dtype) for x in leaves
+    ]
+    # Eager steps would trace the call again and again.
+    known = keep_on(model, _KNOWN_CALLS, dict)
+    if tuple(specs) not in known:
+        known[tuple(specs)] = _can_be_traced(model, inputs, specs)
+    return bool(known[tuple(specs)])
+
+
+def _can_be_traced(
+    model: keras.Model, inputs: Any, specs: Sequence[tf.TensorSpec]
+) -> bool:
+    """True if a call with inputs of these specs keeps the batch size."""
 
     def repeat(*tensors: tf.Tensor) -> Any:
         remaining = iter(tensors)
@@ -144,9 +161,6 @@ def takes_any_batch(model: keras.Model, call: ForwardCall) -> bool:
         with stateless(model):
             return model(*args, **kwargs)
 
-    specs = [
-        tf.TensorSpec([_OTHER_SIZE, *x.shape[1:]], x.dtype) for x in leaves
-    ]
     try:
         traced = tf.function(repeat, autograph=False)
         outputs = traced.get_concrete_function(*specs).structured_outputs

@@ -43,8 +43,8 @@ class FOSI(SecondOrderOptimizer):
     inner optimizer's bit for bit (after conversion of sparse embedding
     gradients to dense gradients).
 
-    Under several replicas this is DHO2 (Gu et al., 2025, first version): the
-    basis of the Lanczos iteration and the directions are divided among them.
+    Under several replicas this is DHO2 (Gu et al., 2025, first version): each
+    replica has a part of the Lanczos basis and of the directions.
 
     FOSI helps for nearly quadratic losses with few extreme directions, on
     large batches, with SGD as inner optimizer. In a study of an autoencoder, a
