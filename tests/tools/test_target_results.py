@@ -175,7 +175,8 @@ def test_the_sentence_on_muon() -> None:
     assert report.against_muon(records) == (
         "`KFAC()` ends better than tuned Muon on: none. Level: none. Worse: "
         "cnn (0.705 ± 0.0071; Muon: 0.81 ± 0.014). Its mean training "
-        "loss is lower on 0 of 1 tiny problems, and higher on: cnn (0.3; Muon: 0.2). The "
+        "loss is lower on 0 of 1 tiny problems, and higher on: cnn (0.3; "
+        "Muon: 0.2). The "
         "tiny trainings take 1.5 times Muon's processor seconds (geometric "
         "mean, not all on one machine)."
     )

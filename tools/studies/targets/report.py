@@ -265,9 +265,9 @@ def against_muon(records: Sequence[Record]) -> str:
     lists = {end: ", ".join(found) or "none" for end, found in names.items()}
     return (
         f"`KFAC()` ends better than tuned Muon on: {lists['less']}. "
-        f"Level: {lists[TIE]}. Worse: {lists['more']}. Its mean training loss is "
-        f"lower on {len(tiny) - len(losing)} of {len(tiny)} tiny problems, and "
-        f"higher on: {', '.join(losing) or 'none'}. The tiny trainings "
+        f"Level: {lists[TIE]}. Worse: {lists['more']}. Its mean training loss "
+        f"is lower on {len(tiny) - len(losing)} of {len(tiny)} tiny problems, "
+        f"and higher on: {', '.join(losing) or 'none'}. The tiny trainings "
         f"take {seconds:.2g} times Muon's processor seconds (geometric mean, "
         "not all on one machine)."
     )
