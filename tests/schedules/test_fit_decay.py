@@ -254,7 +254,8 @@ def test_backup_goes_on(
     """A run resumed by `BackupAndRestore`, also of unknown length.
 
     `saved` is the number of updates at the last backup. Keras repeats the
-    epoch of a backup from the middle of an epoch.
+    epoch of a backup from the middle of an epoch: the rate goes on where it
+    was, and falls to 0 over the remaining epochs.
     """
 
     def inputs() -> dict[str, Any]:
@@ -269,8 +270,22 @@ def test_backup_goes_on(
     with pytest.raises(RuntimeError, match="crash"):
         fit(compiled(), backup(), Rates(fail_after=crash), **inputs())
     got = fit(compiled(), backup(), **inputs())
-    want = [*want[saved:], *[0.0] * STEPS][: len(got)]
-    assert got == pytest.approx(want, abs=1e-6)
+    if is_known:  # all 3 epochs again, from the rate of update 2
+        want = [want[saved] * share for share in linear(3 * STEPS)]
+        assert len(got) == len(want)
+        assert got == pytest.approx(want, abs=0.03)  # whole updates
+    else:
+        assert got == pytest.approx(want[saved:], abs=1e-6)
+
+
+def test_another_number_of_batches_goes_on(tmp_path: Any) -> None:
+    """A run that is resumed with larger batches goes on at its rate."""
+    files = str(tmp_path / "{epoch}.keras")
+    fit(compiled(), Rates(files), epochs=3)
+    again = keras.models.load_model(files.format(epoch=0))
+    half = {"x": X, "y": Y, "batch_size": 30}  # 2 batches, not 4
+    rates = fit(again, epochs=3, initial_epoch=1, **half)
+    assert rates == pytest.approx([2 / 3 * share for share in linear(4)])
 
 
 # ------------------------------------------------ rates set during training
@@ -327,6 +342,19 @@ def test_config() -> None:
     assert float(again.learning_rate) == 0.75
     rest_rate = float(again.rest_optimizer.learning_rate)
     assert rest_rate == pytest.approx(0.225)
+
+
+def test_config_has_the_rate_that_was_set() -> None:
+    optimizer = tfkfac.KFAC(step="spectral")
+    optimizer.learning_rate = 0.25
+    again = tfkfac.KFAC.from_config(optimizer.get_config())
+    assert float(again.learning_rate) == 0.25
+    again.learning_rate = tfkfac.schedules.FitDecay(1.0)
+    third = tfkfac.KFAC.from_config(again.get_config())
+    assert float(third.learning_rate) == 1
+    third.begin_run(1)
+    third.inner_optimizer.iterations.assign(1)
+    assert float(third.learning_rate) == 0
 
 
 def test_optimizers_share_neither_config_nor_schedule() -> None:

@@ -19,6 +19,7 @@ class RunPlan(Slots):
     Attributes:
         start: Number of updates before the run.
         length: Number of updates of the run; 0 while it is unknown.
+        first_epoch: Epoch of the `fit` at the start of the run.
         epochs: Argument of the `fit`; 0 for a run that the user began.
         in_fit: 1 during `fit`, else 0.
         set_rate: Learning rate that the user has set during training, which
@@ -29,15 +30,36 @@ class RunPlan(Slots):
         super().__init__("run")
         self.start = self.slot("run_start")
         self.length = self.slot("run_length")
+        self.first_epoch = self.slot("run_first_epoch")
         self.epochs = self.slot("run_epochs")
         self.in_fit = self.slot("in_fit", saved=False)
         self.set_rate = self.slot("set_learning_rate", (), "float32", -1.0)
 
-    def begin(self, start: int, length: int, epochs: int = 0) -> None:
+    def begin(
+        self, start: int, length: int, first_epoch: int = 0, epochs: int = 0
+    ) -> None:
         """Plan a run of `length` updates from the update `start` on."""
         self.start.assign(start)
         self.length.assign(length)
+        self.first_epoch.assign(first_epoch)
         self.epochs.assign(epochs)
+
+    def is_at(self, update: int, epoch: int, epochs: int) -> bool:
+        """True if the run is unfinished and at most one epoch from `epoch`."""
+        first = int(self.first_epoch.numpy())
+        if int(self.epochs.numpy()) != epochs or not self.end:
+            return False
+        num_left = self.end - update
+        epochs_left = num_left / int(self.length.numpy()) * (epochs - first)
+        return num_left > 0 and abs(epochs_left - (epochs - epoch)) <= 1
+
+    def move_end(self, update: int, num_left: int) -> None:
+        """End the run in `num_left` updates; the rate at `update` stays."""
+        assert self.end is not None
+        fraction = (self.end - update) / int(self.length.numpy())
+        length = round(num_left / fraction)
+        self.start.assign(update + num_left - length)
+        self.length.assign(length)
 
     def end_fit(self) -> None:
         """Forget the plan, so that the rate is the peak outside of `fit`."""

@@ -97,10 +97,16 @@ class SecondOrderOptimizer(ScheduledOptimizer):
         return {"max_skipped_steps": self.max_skipped_steps, **values}
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
+        """Return the arguments of the constructor.
+
+        A learning rate that was set during training, which ends the decay of
+        `FitDecay`, is an additional entry "set_learning_rate".
+        """
         values = {"inner_optimizer": self.inner_optimizer, **self._arguments()}
         serialize = keras.saving.serialize_keras_object
         config = {name: serialize(value) for name, value in values.items()}
+        if (rate := float(self.plan.set_rate.numpy())) >= 0:
+            config["set_learning_rate"] = rate
         return {"name": self.name, **config}
 
     @classmethod
@@ -129,7 +135,11 @@ class SecondOrderOptimizer(ScheduledOptimizer):
             name: restore_value(name, copy.deepcopy(value), custom_objects)
             for name, value in config.items()
         }
-        return cls(**arguments)
+        rate = arguments.pop("set_learning_rate", None)
+        optimizer = cls(**arguments)
+        if rate is not None:
+            optimizer.learning_rate = rate
+        return optimizer
 
     # ----------------------------------------------------------- the model
     def attach(

@@ -1,7 +1,6 @@
 """Callback that supervises each `fit` with an optimizer of tfkfac."""
 
 import collections
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -102,11 +101,12 @@ class Supervision(keras.callbacks.Callback):
         if self._first_update is not None:
             # The number of updates per epoch is known after the first epoch.
             updates = self._optimizer.num_updates - self._first_update
-            epochs = self.params["epochs"] - epoch - 1
+            epochs = self.params["epochs"]
             self._optimizer.plan.begin(
                 self._optimizer.num_updates,
-                epochs * updates,
-                self.params["epochs"],
+                (epochs - epoch - 1) * updates,
+                epoch + 1,
+                epochs,
             )
             self._first_update = None
         self._count_events()
@@ -158,28 +158,28 @@ class Supervision(keras.callbacks.Callback):
         )
 
     def _plan_run(self, epoch: int, epochs: int, steps: int | None) -> None:
-        """Begin the plan of `FitDecay`, unless a backup contained the plan.
+        """Begin the plan of `FitDecay`, or continue the plan of a backup.
 
-        A loaded plan belongs to this run if it is of as many epochs, and if the
-        ends differ by at most an epoch: Keras repeats the epoch of a backup.
+        The end moves if the numbers of updates differ: another number of
+        workers has other steps, and Keras repeats the epoch of a backup.
         """
         plan, now = self._optimizer.plan, self._optimizer.num_updates
-        end = plan.end
-        is_loaded = epoch > 0 or end != self._end_before
-        is_resumed = is_loaded and int(plan.epochs.numpy()) == epochs
+        is_loaded = epoch > 0 or plan.end != self._end_before
+        is_resumed = is_loaded and plan.is_at(now, epoch, epochs)
         plan.in_fit.assign(1)
         if steps is None:
-            if not (is_resumed and end is not None and now < end):
-                plan.begin(now, 0, epochs)
+            if not is_resumed:
+                plan.begin(now, 0, epoch, epochs)
                 self._first_update = now
             return
         # FOSI and GaussNewton do not accumulate gradients.
         batches = getattr(self._optimizer, "gradient_accumulation_steps", None)
-        batches = batches or 1
-        length = max((epochs - epoch) * steps // batches, 1)
-        difference = abs((end or 0) - now - length)
-        if not is_resumed or difference > math.ceil(steps / batches):
-            plan.begin(now, length, epochs)
+        length = max((epochs - epoch) * steps // (batches or 1), 1)
+        if not is_resumed:
+            plan.begin(now, length, epoch, epochs)
+        # Accumulated gradients of a backup may make one update more.
+        elif abs((plan.end or 0) - now - length) > 1:
+            plan.move_end(now, length)
 
     def _start_run(self) -> None:
         """Set the run length of the method; check that all workers agree."""
