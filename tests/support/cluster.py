@@ -1,31 +1,34 @@
 """Clusters of local processes that run functions of the tests.
 
-Starting TensorFlow takes seconds. A `Pool` therefore keeps its cluster for the
-next call, and replaces it if a call fails or needs another `Shape`.
+A `Pool` keeps its cluster for the next call, and replaces it if a call fails
+or needs another `Shape`.
 """
 
 import contextlib
 import dataclasses
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import pathlib
 import pickle
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from tests.support.ports import address, claim_ports
-from tests.support.worker_process import call_file, result_file, write
+from tests.support.worker_process import main
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIME_LIMIT_S = 180.0  # of a call, the start of the cluster included
 LOG_TAIL = 4000  # characters of each worker's log in an error message
 GRACE_S = 10.0  # for the other workers after one has failed
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tfkfac"])
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 
 
@@ -124,13 +127,19 @@ class Pool:
 
 
 class Cluster:
-    """Processes that run one function after the other."""
+    """Processes that run one function after the other.
+
+    They are forks of a server that has imported tfkfac, which takes seconds.
+    So their hashes of strings are equal; those of processes that
+    `tools/test_launch.py` starts are not.
+    """
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self._calls = 0
         self._workers = range(shape.workers)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+        self._results: dict[int, Any] = {}  # value and traceback by worker
         with contextlib.ExitStack() as opened:
             folder = tempfile.TemporaryDirectory(prefix="cluster-")
             self._directory = pathlib.Path(opened.enter_context(folder))
@@ -138,25 +147,24 @@ class Cluster:
             addresses = [address(opened.enter_context(port)) for port in ports]
             opened.callback(self._end)
             for index in self._workers:
-                self._processes.append(self._start(index, addresses))
+                self._start(index, addresses)
             self._opened = opened.pop_all()
 
-    def _start(
-        self, index: int, addresses: Sequence[str]
-    ) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tests.support.worker_process"]
-        arguments = [self._directory, index, self.shape.devices]
+    def _start(self, index: int, addresses: Sequence[str]) -> None:
         environment = worker_environment(index, addresses)
-        with self._log(index).open("wb") as log:
-            return subprocess.Popen(
-                [*command, *map(str, arguments)],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**environment, **self.shape.environment},
-                start_new_session=True,
-            )
+        environment |= self.shape.environment
+        self._log(index).touch()
+        ours, its = multiprocessing.Pipe()
+        log = str(self._log(index))
+        process = FORKS.Process(
+            target=main,
+            args=(its, log, environment, self.shape.devices),
+            daemon=True,
+        )
+        process.start()
+        its.close()
+        self._connections.append(ours)
+        self._processes.append(process)
 
     def __enter__(self) -> Self:
         return self
@@ -169,16 +177,14 @@ class Cluster:
         self._opened.close()
 
     def _end(self) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
+        for connection in self._connections:
+            connection.close()
         deadline = time.monotonic() + 5
         for process in self._processes:
-            try:
-                process.wait(max(deadline - time.monotonic(), 0))
-            except subprocess.TimeoutExpired:
+            process.join(max(deadline - time.monotonic(), 0))
+            if process.exitcode is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                process.join()
 
     def run(
         self,
@@ -188,13 +194,14 @@ class Cluster:
         **kwargs: Any,
     ) -> list[Any]:
         """Call a function on every worker; return the values by worker."""
-        number, self._calls = self._calls, self._calls + 1
         begin = [self._log(worker).stat().st_size for worker in self._workers]
         call = target_of(function), args, kwargs
-        write(call_file(self._directory, number), pickle.dumps(call))
-        reason = self._wait(number, time_limit)
+        self._results = {}
+        for connection in self._connections:
+            connection.send_bytes(pickle.dumps(call))
+        reason = self._wait(time_limit)
         if reason is None:
-            results = [self._result(number, w) for w in self._workers]
+            results = [self._results[worker] for worker in self._workers]
             if not any(result[1] for result in results):
                 return [result[0] for result in results]
             reason = "a worker raised"
@@ -204,38 +211,49 @@ class Cluster:
     def _log(self, index: int) -> pathlib.Path:
         return self._directory / f"worker{index}.log"
 
-    def _result(self, call: int, worker: int) -> Any:
-        """The pair of value and traceback, or None."""
-        path = result_file(self._directory, call, worker)
-        return pickle.loads(path.read_bytes()) if path.exists() else None
-
-    def _wait(self, call: int, time_limit: float) -> str | None:
+    def _wait(self, time_limit: float) -> str | None:
         """Wait for all workers; return why some did not end, if so."""
         end = time.monotonic() + time_limit
         deadline: float | None = None  # of the others after a failure
         reason = None
         while reason is None:
-            now = time.monotonic()
-            results = [self._result(call, worker) for worker in self._workers]
-            if None not in results:
+            ended = self._receive()
+            if len(self._results) == len(self._workers):
                 return None
-            failed = [w for w, r in enumerate(results) if r and r[1]]
+            now = time.monotonic()
+            failed = [w for w, result in self._results.items() if result[1]]
             if failed:
                 deadline = deadline or now + GRACE_S
-            codes = {w: p.poll() for w, p in enumerate(self._processes)}
-            ended = [w for w, code in codes.items() if code is not None]
             if deadline is not None and now > deadline:
                 reason = f"worker {failed[0]} failed and the others did not"
             elif ended:
-                reason = f"worker {ended[0]} exited with {codes[ended[0]]}"
+                process = self._processes[ended[0]]
+                process.join()
+                reason = f"worker {ended[0]} exited with {process.exitcode}"
             elif now > end:
                 reason = f"not finished after {time_limit:g} s"
-            time.sleep(0.02)
         for process in self._processes:  # the others write their stacks
-            if process.poll() is None:
-                process.send_signal(signal.SIGUSR1)
+            if process.exitcode is None:
+                os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)
         return reason
+
+    def _receive(self) -> list[int]:
+        """Receive results for a moment; return the workers that exited."""
+        ended = []
+        waiting = {
+            connection: worker
+            for worker, connection in enumerate(self._connections)
+            if worker not in self._results
+        }
+        for ready in multiprocessing.connection.wait(list(waiting), 0.1):
+            assert isinstance(ready, Connection)
+            try:
+                result = pickle.loads(ready.recv_bytes())
+                self._results[waiting[ready]] = result
+            except (EOFError, ConnectionResetError):
+                ended.append(waiting[ready])
+        return ended
 
     def _log_tail(self, worker: int, begin: int) -> str:
         """The end of the log of a worker, from a byte on."""

@@ -1,56 +1,56 @@
-"""The program of each process of a cluster; `cluster.py` starts it.
-
-python -m tests.support.worker_process DIRECTORY INDEX DEVICES
-"""
+"""The program of each process of a cluster; `cluster.py` starts it."""
 
 import faulthandler
 import importlib
-import itertools
 import os
-import pathlib
 import pickle
+import queue
 import signal
 import sys
 import threading
-import time
 import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from typing import Any
 
 
-def call_file(directory: pathlib.Path, number: int) -> pathlib.Path:
-    return directory / f"call{number}.pickle"
-
-
-def result_file(
-    directory: pathlib.Path, number: int, worker: int
-) -> pathlib.Path:
-    return directory / f"call{number}.worker{worker}.pickle"
-
-
-def main(directory: pathlib.Path, index: int, devices: int) -> None:
-    """Run every call of the cluster; write a file with its result."""
+def main(
+    connection: Connection,
+    log: str,
+    environment: Mapping[str, str],
+    devices: int,
+) -> None:
+    """Run every call of the cluster; send its value and traceback."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    threading.Thread(target=exit_with_stdin, daemon=True).start()
     set_devices(devices)
-    for number in itertools.count():
-        path = call_file(directory, number)
-        while not path.exists():
-            time.sleep(0.01)
-        result = call(*pickle.loads(path.read_bytes()))
-        write(result_file(directory, number, index), result)
+    calls: queue.Queue[bytes] = queue.Queue()
+    arguments = connection, calls
+    threading.Thread(target=receive, args=arguments, daemon=True).start()
+    while True:
+        connection.send_bytes(call(*pickle.loads(calls.get())))
 
 
-def exit_with_stdin() -> None:
-    """End the process when its standard input ends.
+def receive(connection: Connection, calls: queue.Queue[bytes]) -> None:
+    """Receive calls, and end the process when the parent closes the pipe.
 
-    The parent closes it after all workers are done: a worker that exits earlier
+    The parent does it after all workers are done: a worker that exits earlier
     breaks the last collective of the others.
     """
-    sys.stdin.buffer.read()
-    sys.stdout.flush()
-    # TensorFlow's shutdown waits for workers that may have exited.
-    os._exit(0)
+    try:
+        while True:
+            calls.put(connection.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        sys.stdout.flush()
+        # TensorFlow's shutdown waits for workers that may have exited.
+        os._exit(0)
 
 
 def set_devices(devices: int) -> None:
@@ -76,14 +76,3 @@ def call(target: str, args: Any, kwargs: Any) -> bytes:
         error = traceback.format_exc()
         print(error, flush=True)
         return pickle.dumps((None, error))
-
-
-def write(path: pathlib.Path, content: bytes) -> None:
-    """Write a file that is complete as soon as it exists."""
-    draft = path.with_suffix(".draft")
-    draft.write_bytes(content)
-    draft.rename(path)
-
-
-if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
