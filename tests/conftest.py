@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.support.cluster import SHAPES, Pool, cluster_of
+from tests.support.garbage import tune_garbage_collection
 
 Run = Callable[..., list[Any]]
 
@@ -44,6 +45,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return clusters.index(cluster_of(item.name) or clusters[0]), 0
 
     items.sort(key=key)
+
+
+def pytest_collection_finish() -> None:
+    tune_garbage_collection()
 
 
 @pytest.hookimpl(optionalhook=True)

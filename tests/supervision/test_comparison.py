@@ -196,7 +196,8 @@ def inputs(name: str, strategy: Any) -> dict[str, Any]:
     kind, _, variant = name.partition(", ")
     if kind == "arrays":
         arguments: dict[str, Any] = {"x": X, "y": X, "batch_size": BATCH}
-        arguments["validation_data"] = X[:BATCH], X[:BATCH]
+        if not variant:
+            arguments["validation_data"] = X[:BATCH], X[:BATCH]
         if variant == "steps":
             arguments["steps_per_epoch"] = -(-ROWS // BATCH)
         if variant == "dictionary":

@@ -13,6 +13,10 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+
+from tests.support.garbage import tune_garbage_collection
+
 
 def main(
     connection: Connection,
@@ -30,6 +34,8 @@ def main(
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    np.random.seed()  # the state of a fork is that of the others
+    tune_garbage_collection()
     set_devices(devices)
     calls: queue.Queue[bytes] = queue.Queue()
     arguments = connection, calls
