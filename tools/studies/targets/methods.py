@@ -86,8 +86,10 @@ def grid_of(method: str, problem: Problem) -> Grid:
     if name == KFAC:
         return Grid((None,), shares=(0.5, 1.0))
     rates = problem.rates.get(name, problem.rates["adam"])
-    if name in ("adam", "adamw"):
-        return Grid(rates, (0.0,) if name == "adam" else (0.05, 0.25))
+    if name == "adamw":
+        return Grid(rates, (0.05, 0.25))
+    if name in ("adam", SCHEDULE_FREE):
+        return Grid(rates, (0.0,))
     return Grid(rates)
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from targets.methods import (
-    CONSTANT,
     KFAC,
+    SCHEDULE_FREE,
     is_baseline,
     is_constant,
     is_untuned,
@@ -36,7 +36,13 @@ NATURAL = "kfac:step=natural:rest=adam"
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 SIGNS = {TIE: "tie", "less": "**less**"}
 ENDS = {TIE: "level", "less": "**better**", "more": "worse"}
-TITLES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "muon": "Muon"}
+TITLES = {
+    "sgd": "SGD",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "muon": "Muon",
+    SCHEDULE_FREE: "schedule-free AdamW",
+}
 ABOUT = """\
 Final metric on the test set: mean and standard deviation of five seeds. The
 best baseline is in bold; its final metric is the target. Empty cells were not
@@ -68,14 +74,13 @@ Final training loss, on up to 1,024 training examples: mean and standard error
 over the seeds. After the semicolon: the mean of the metric on held-out examples
 (the loss, unless the row says accuracy). In brackets: the learning rate of a
 baseline. All methods have equal batches and epochs, and rates that fall
-linearly to 0. Baselines have the best of four rates, and of more if the best
-was the first or the last. K-FAC (natural-gradient steps) has its default rate,
-and the best Adam as rest optimizer; `KFAC()` has no setting. The last rows
-compare with Adam; means of ratios are geometric.
-"""
-ABOUT_CONSTANT = """\
-As above, at constant rates: Keras' Adam at its default of 0.001, K-FAC with all
-defaults.
+linearly to 0 where the column does not say that they are constant. Baselines
+have the best of four rates, and of more if the best was the first or the last;
+Adam at a constant rate has Keras' default of 0.001. K-FAC (natural-gradient
+steps) has its default rate, and the best Adam as rest optimizer where its rate
+falls; `KFAC()` has no setting. The last rows compare with Adam (tuned, falling
+rate); means of ratios are geometric. Columns are of several machines, so the
+ratios of processor seconds are rough.
 """
 
 
@@ -85,13 +90,9 @@ def sections(records: Records) -> list[str]:
     if comparisons := list(compare(records.runs)):
         parts += ["## Time to the best baseline's result", *_paragraphs(ABOUT)]
         parts.append(markdown_table(*full_table(comparisons)))
-    for heading, about, constant in (
-        ("Tiny problems", ABOUT_TINY, False),
-        ("Tiny problems, constant rates", ABOUT_CONSTANT, True),
-    ):
-        if tiny := tiny_ends(records.runs, constant):
-            parts += [f"## {heading}", *_paragraphs(about)]
-            parts.append(markdown_table(*tiny_table(tiny)))
+    if tiny := tiny_ends(records.runs):
+        parts += ["## Tiny problems", *_paragraphs(ABOUT_TINY)]
+        parts.append(markdown_table(*tiny_table(tiny)))
     return parts
 
 
@@ -321,8 +322,9 @@ def title(method: str) -> str:
     words = [TITLES.get(variant.name, "K-FAC")]
     if arguments.pop("step", None) == "spectral":
         words = ["spectral steps"]
-    for name in ("rest", "schedule"):  # the same in a whole table
-        arguments.pop(name, None)
+    arguments.pop("rest", None)  # the same in a whole table
+    if arguments.pop("schedule", None):
+        words.append("constant rate")
     words += [f"{name}={value}" for name, value in arguments.items()]
     return ", ".join(words)
 
@@ -353,16 +355,16 @@ class End:
 Ends = Mapping[str, Mapping[str, End]]
 
 
-def tiny_ends(records: Iterable[Record], constant: bool = False) -> Ends:
-    """Return the ends by problem and method, of one type of schedule."""
+def tiny_ends(records: Iterable[Record]) -> Ends:
+    """Return the ends by problem and method, those at constant rates last."""
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
         run = record["run"]
-        if run["size"] == TINY and is_constant(run["method"]) == constant:
-            method = run["method"].removesuffix(CONSTANT)
-            groups[run["problem"], method].append(record)
+        if run["size"] == TINY:
+            groups[run["problem"], run["method"]].append(record)
     ends: dict[str, dict[str, End]] = {name: {} for name in TINY_PROBLEMS}
-    for (problem, method), found in groups.items():
+    for problem, method in sorted(groups, key=lambda key: is_constant(key[1])):
+        found = groups[problem, method]
         best = best_setting(found)
         assert best is not None
         chosen = settings_of(found)[best]
