@@ -1,6 +1,7 @@
 """Spectral steps against NumPy, and their guards."""
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -87,12 +88,26 @@ LEFT: dict[str, Any] = {"skip_layers": ("hidden",)}
     ],
 )
 def test_steps_are_the_definition(
-    options: dict[str, Any], scale: float
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], scale: float
 ) -> None:
+    """In a graph, one block after the other, as in large models."""
+    if scale == 1:
+        monkeypatch.setattr(spectral, "_CHUNK_ELEMENTS", 1)
     result = trained(kfac(**options), scale=scale, eager=scale > 1)
     options = {"inner": "default", **SPECTRAL} | options
     want = by_definition(result["start"], STEPS, None, **options)
     assert_close(result, want)
+
+
+def test_chunks_are_bounded() -> None:
+    """Blocks of 4, 4, 10, 3 and 4 weights, at most 8 in a chunk."""
+    shapes = [(2, 2), (4, 1), (2, 5), (3, 1), (1, 4)]
+    blocks: list[Any] = [
+        SimpleNamespace(block=SimpleNamespace(gradient_shape=shape))
+        for shape in shapes
+    ]
+    sizes = [len(chunk) for chunk in spectral.chunks(blocks, 8)]
+    assert sizes == [2, 1, 2]
 
 
 @functools.cache

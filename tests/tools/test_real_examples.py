@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import statistics
 from typing import Any
 
 import pytest
@@ -57,10 +58,14 @@ def test_errors_are_records(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("program", real_examples.PLACES)
 def test_at_most_ten_percent_above_adam(program: str) -> None:
-    """The training loss that `fit` reports, with dropout."""
+    """The training loss that `fit` reports, with dropout, and Adam's record."""
     if not real_examples.is_here(program):
         pytest.skip("needs keras-hub")
-    ours, adams = (
-        real_examples.train(program, method, 0) for method in ("kfac", "adam")
-    )
-    assert ours["objective"] <= 1.1 * adams["objective"]
+    records = json.loads((results.DOCS / "real_examples.json").read_text())
+    adam = [
+        record["objective"]
+        for record in records["records"]
+        if (record["program"], record["method"]) == (program, "adam")
+    ]
+    ours = real_examples.train(program, "kfac", 0)
+    assert ours["objective"] <= 1.1 * statistics.fmean(adam)

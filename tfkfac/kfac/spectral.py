@@ -18,6 +18,7 @@ All D get the same root mean square, which `length.py` determines. If the loss
 is unknown, it is 0.01 s at the learning rate s.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,6 +70,8 @@ BLOCK = 32
 # Number of polynomials: 5 bring all singular values above 1e-3 of the norm to
 # within 12.5 % of 1, 7 to within 0.2 % (tests/linalg/test_polar.py).
 ITERATIONS = 5
+# Maximum number of weights whose directions are computed at the same time.
+_CHUNK_ELEMENTS = 1 << 22
 # RMS of a step at the learning rate 1 if the loss is unknown. It ends below
 # Adam(1e-3) on four small models, and 1.4 % above on a fifth; 0.02 diverges on
 # a denoiser.
@@ -190,14 +193,54 @@ def orthogonalize(
 ) -> list[Preconditioned]:
     """Compute the directions D.
 
-    All workers have W. Workers with the decomposition of a block also have its
-    momentum, compute `X = R_A^T N R_G`, Q and D, and send D and `|Q|^2`.
+    All workers have W. Workers with the decomposition of a block compute and
+    send D and `|Q|^2`. Large models are computed in chunks, one after the
+    other, which bounds the memory for X and Q.
     """
     if not layers:
         return []
+    layers = sorted(layers, key=lambda layer: layer.rows is None)
+    plain: list[tf.Tensor] = []
+    sent: dict[int, list[tf.Tensor]] = {}
+    computed: list[tf.Tensor] = []
+    for chunk in chunks(layers, _CHUNK_ELEMENTS):
+        with tf.control_dependencies(computed):
+            gradients, results = _orthogonalize(chunk, step, momentum)
+        plain += gradients
+        sent |= results
+        computed = [D for D, _ in results.values()]
+    places = [layer.position for layer in layers]
+    shared = exchange.share_gradients(step.group, sent, places)
+    # A received `|Q|^2` is a vector of one element.
+    pairs = [[D, tf.reshape(x, [])] for D, x in (shared[i] for i in places)]
+    return _check_directions(layers, plain, pairs)
+
+
+def chunks(
+    layers: Sequence[ActiveBlock], max_elements: int
+) -> list[list[ActiveBlock]]:
+    """Split blocks into lists of at most `max_elements` weights, or one block.
+
+    Blocks keep their order.
+    """
+    result: list[list[ActiveBlock]] = []
+    elements = 0
+    for layer in layers:
+        size = math.prod(layer.block.gradient_shape)
+        if not result or elements + size > max_elements:
+            result.append([])
+            elements = 0
+        result[-1].append(layer)
+        elements += size
+    return result
+
+
+def _orthogonalize(
+    layers: Sequence[ActiveBlock], step: Step, momentum: float
+) -> tuple[list[tf.Tensor], dict[int, list[tf.Tensor]]]:
+    """Return W of all blocks; D and `|Q|^2` by position where stored here."""
     by_rows = [layer for layer in layers if layer.rows is not None]
     others = [layer for layer in layers if layer.rows is None]
-    layers = [*by_rows, *others]
     pairs = zip(
         row_pairs(by_rows, step), matrix_pairs(others, step), strict=True
     )
@@ -210,18 +253,14 @@ def orthogonalize(
                 matrix.set_shape(layer.block.gradient_shape)
             local.append((layer, N, X))
     local_Q = orthogonal_factors([X for _, _, X in local])
-    sent = {}
+    results = {}
     for (layer, N, _), Q in zip(local, local_Q, strict=True):
         assert layer.state.decomposition is not None
         D = layer.state.decomposition.apply_back(Q)
-        sent[layer.position] = list(
+        results[layer.position] = list(
             shared_call("size", _with_size, D, Q, N, any_size=True)
         )
-    places = [layer.position for layer in layers]
-    shared = exchange.share_gradients(step.group, sent, places)
-    # A received `|Q|^2` is a vector of one element.
-    results = [[D, tf.reshape(x, [])] for D, x in (shared[i] for i in places)]
-    return _check_directions(layers, plain, results)
+    return plain, results
 
 
 def orthogonal_factors(matrices: Sequence[tf.Tensor]) -> list[tf.Tensor]:
