@@ -7,7 +7,7 @@ from tfkfac.blocks import LayerGradient, MatrixGradient, RowGradient
 from tfkfac.factors import Part, Side, Tensors
 from tfkfac.solvers.base import SIDES, Factors, Solver, of_factor, with_prefix
 
-# Beyond this ratio the smaller factor is negligible against its damping.
+# Bound of `pi`: beyond it the smaller factor is negligible to its damping.
 _MAX_PI = 1e6
 
 
@@ -38,10 +38,10 @@ class InverseSolver(Solver):
     ) -> Tensors:
         parts: dict[str, tf.Tensor] = {}
         for name, value in values.items():
-            share = self.share(name, means, tf.cast(damping, value.dtype))
+            shift = self.share(name, means, tf.cast(damping, value.dtype))
             factor = factors[name]
             decompose = factor.root if self.by_roots else factor.inverse
-            parts |= with_prefix(name, decompose(value, share))
+            parts |= with_prefix(name, decompose(value, shift))
         return parts
 
     def share(self, name: str, means: Tensors, damping: tf.Tensor) -> tf.Tensor:
@@ -104,8 +104,8 @@ class InverseSolver(Solver):
 
 
 def balance(mean_a: tf.Tensor, mean_g: tf.Tensor) -> tf.Tensor:
-    """Return `pi`, clipped to [1 / _MAX_PI, _MAX_PI]; 1 for a zero factor."""
-    ratio = tf.sqrt(tf.math.divide_no_nan(mean_a, mean_g))
-    ratio = tf.where(mean_g > 0, ratio, tf.ones_like(ratio))
-    ratio = tf.where(mean_a > 0, ratio, tf.ones_like(ratio))
-    return tf.clip_by_value(ratio, 1 / _MAX_PI, _MAX_PI)
+    """Return `pi` within [1 / _MAX_PI, _MAX_PI]; 1 if a factor is zero."""
+    pi = tf.sqrt(tf.math.divide_no_nan(mean_a, mean_g))
+    pi = tf.where(mean_g > 0, pi, tf.ones_like(pi))
+    pi = tf.where(mean_a > 0, pi, tf.ones_like(pi))
+    return tf.clip_by_value(pi, 1 / _MAX_PI, _MAX_PI)
