@@ -256,7 +256,7 @@ class Factor(abc.ABC):
             inverse: Tensors of the inverse, possibly stored in bfloat16.
             dtype: Dtype of the gradients.
         """
-        return {name: tf.cast(part, dtype) for name, part in inverse.items()}
+        return {name: tf.cast(x, dtype) for name, x in inverse.items()}
 
     @abc.abstractmethod
     def multiply(

@@ -448,13 +448,13 @@ class Likelihood:
         dynamic = [d for d in distributions if isinstance(d, OneOf)]
         if not dynamic:
             return None
-        known = tf.reduce_all([d.is_known for d in dynamic])
+        are_known = tf.reduce_all([d.is_known for d in dynamic])
         if include_categorical or not all(
             d.categorical or isinstance(d, OneOf) for d in distributions
         ):
-            return known
+            return are_known
         categorical = [d.is_categorical for d in dynamic]
-        return known & tf.logical_not(tf.reduce_all(categorical))
+        return are_known & tf.logical_not(tf.reduce_all(categorical))
 
 
 def find_likelihood(

@@ -212,7 +212,7 @@ def batch_statistics(
     sharing: str,
     fraction: float | None,
 ) -> Statistics:
-    """Compute statistics from a fraction of the local batch, by position."""
+    """Compute each block's statistics from a fraction of the local batch."""
     loss_scale = step.job.scaling.factor()
     view = View(
         sharing,

@@ -216,7 +216,7 @@ class Decomposition(Slots, Member):
     def replace(
         self, parts: Tensors, damping: tf.Tensor, due: tf.Tensor
     ) -> tf.Tensor:
-        """Replace the decomposition if due and the new tensors are finite.
+        """Replace the decomposition if due and if the new tensors are finite.
 
         Returns:
             Scalar bool, True if the new tensors are finite.
@@ -421,7 +421,7 @@ class Pending(Accumulation):
         return self.slot(name, shape, block.dtype, layer=block.path, **fields)
 
     def is_for(self, blocks: Mapping[int, Block]) -> bool:
-        """True if the blocks have the same positions, paths and factors."""
+        """True if the sums fit blocks by their positions, paths and factors."""
         return [(i, b.path, b.factors) for i, b in blocks.items()] == [
             (i, b.path, b.factors) for i, b in self._blocks.items()
         ]
@@ -429,7 +429,7 @@ class Pending(Accumulation):
     def add_statistics(
         self, statistics: Mapping[int, Mapping[str, Statistic]]
     ) -> tf.Tensor:
-        """Add the statistics of a micro-batch, by position."""
+        """Add the statistics of each block in a micro-batch."""
         for i, block, totals, counts in self._sums_by_block():
             if i in statistics:
                 increments = [statistics[i][name] for name in block.factors]
@@ -439,7 +439,7 @@ class Pending(Accumulation):
         return tf.constant(0)
 
     def statistics(self) -> dict[int, dict[str, Statistic]]:
-        """Return the sums of statistics so far, by position."""
+        """Return the sums of the statistics of each block so far."""
         result = {}
         for i, block, totals, counts in self._sums_by_block():
             row_counts = tf.unstack(tf.convert_to_tensor(counts))

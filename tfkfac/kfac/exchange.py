@@ -182,7 +182,7 @@ class Exchange:
         return received
 
     def _decomposition_items(self, layers: Sequence[int]) -> list[Item]:
-        """Return tensors to broadcast, in the same order on every worker."""
+        """Return decompositions to broadcast, in equal order on all workers."""
         items = []
         for i in sorted(layers):
             for factor, owner in self.plan.layers[i].owners.items():

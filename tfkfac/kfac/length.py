@@ -55,8 +55,8 @@ _MAX_RATE = 1.0
 _WARMUP = 10
 _MEMORY = 0.9
 # updates; longer runs take shorter steps (c < 1). With 1,440 and 2,000 updates,
-# classifiers and language models had lower final losses for c = 0.45 than for
-# c = 1; a deep autoencoder preferred c = 1, and sqrt(c) to c.
+# classifiers and language models had better results with c = 0.45 than with 1;
+# a deep autoencoder had better results with 1, and with sqrt(c) than with c.
 _SHORT_RUN = 400
 # Lower bound of `new` in the module docstring.
 _MIN_RATIO = 1e-3
@@ -153,7 +153,7 @@ class SpectralLength(Slots):
         curvature: Callable[[], tf.Tensor],
         updates: tf.Tensor,
     ) -> tf.Tensor:
-        """Return r, the multiplier of all D.
+        """Return r, the factor of all directions D, see the module docstring.
 
         Args:
             square: `sum |Q|^2`.

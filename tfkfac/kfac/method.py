@@ -48,8 +48,8 @@ from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
 
 _RULES = {"natural": Natural, "spectral": Spectral}
-# Rank of the approximation of a factor with more than `max_factor_dim` rows. A
-# factor of 640 rows (default limit) then has a tenth of the elements.
+# Rank of the approximation of a factor with more than `max_factor_dim` rows. At
+# the default limit of 640, this saves 90 % of the elements.
 FACTOR_RANK = 64
 
 
@@ -220,7 +220,7 @@ class KFACMethod(Method):
     def factors_due(
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return two bools: due by schedule; due for a block without factors.
+        """Return two bools: due by schedule; due for blocks without factors.
 
         The second bool starts a layer that is first used in a late step.
         """

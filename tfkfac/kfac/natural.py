@@ -161,7 +161,7 @@ class Natural:
 
     # --------------------------------------------------- binding and state
     def bytes(self, placement: Placement, rank: int) -> dict[str, int]:
-        """Return the bytes of the additional state, by name."""
+        """Return the bytes of the state that this rule adds, by name."""
         return {}
 
 

@@ -79,11 +79,11 @@ class BlockCost:
             statistics_bytes += item * (
                 1 + scales * (wire.factor_dtype is not None)
             )
-        parts = {}
+        sent_bytes = {}
         for name in factors:
             sent = solver.parts(factors, name).values()
             elements = sum(math.prod(wire.shape(spec)) for spec in sent)
-            parts[name] = elements * dtype.size
+            sent_bytes[name] = elements * dtype.size
         *stack, inputs, outputs = block.gradient_shape
         vectors = {"A": outputs, "G": inputs}
         per_vector = {n: f.multiplications for n, f in factors.items()}
@@ -95,7 +95,7 @@ class BlockCost:
             factors={n: f.elements * item for n, f in factors.items()},
             decomposition=sum(spec.elements for spec in stored) * dtype.size,
             statistics=statistics_bytes,
-            parts=parts,
+            parts=sent_bytes,
             gradient=(math.prod(block.gradient_shape) + num_scalars) * item,
             decompositions={
                 n: (f.operations, f.elements) for n, f in factors.items()
@@ -160,12 +160,12 @@ class Loads:
             np.full(plan.workers, all_reduce_bytes(size, plan.workers))
             for size in (statistics, gradients)
         )
-        parts = self.preconditioned([sum(c.parts.values()) for c in costs])
+        total = self.preconditioned([sum(c.parts.values()) for c in costs])
         local = self.preconditioned([c.gradient for c in costs])
         return {
             "gradients": reduced_gradients,
             "factors": reduced_statistics,
-            "decompositions": parts - self.owned([c.parts for c in costs]),
+            "decompositions": total - self.owned([c.parts for c in costs]),
             "preconditioned_gradients": sum(c.gradient for c in costs) - local,
         }
 
@@ -262,7 +262,7 @@ class Placement:
         )
 
     def momentum_bytes(self, rank: int) -> int:
-        """Bytes of a worker's momenta, plain and preconditioned."""
+        """Bytes of a worker's momenta, plain and whitened."""
         return sum(
             2 * math.prod(block.gradient_shape) * block.dtype.size
             for i, block in enumerate(self.blocks)

@@ -188,8 +188,8 @@ def describe(
 def fisher_text(argument: str | None, choice: Choice | None) -> str:
     """Summary line of the Fisher matrix; no `choice` before training."""
     if choice is None:
-        text = argument or "chosen by the loss when training"
-        return f"Fisher matrix: {text}"
+        description = argument or "chosen by the loss when training"
+        return f"Fisher matrix: {description}"
     reason = f" ({choice.reason})" if choice.reason else ""
     return f"Fisher matrix: {choice.type}{reason}"
 

@@ -114,7 +114,7 @@ class Distribution(Settings):
             )
 
     def _check_fraction(self, name: str, value: Any) -> float | None:
-        """Check the fraction of gradient workers, and replace None."""
+        """Check the fraction of gradient workers; replace None by a default."""
         is_hybrid = self.mode == "hybrid_opt"
         if value is None:
             return _HYBRID_FRACTION if is_hybrid else None
@@ -133,7 +133,7 @@ class Distribution(Settings):
 
     @property
     def storage_dtype(self) -> tf.DType | None:
-        """Dtype of stored decompositions; None means that of the factors."""
+        """Dtype of stored decompositions; None means the dtype of factors."""
         return self.inverse_dtype and tf.as_dtype(self.inverse_dtype)
 
 

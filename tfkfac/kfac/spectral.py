@@ -79,14 +79,14 @@ class Spectral(Natural):
     """Steps along the orthogonalised, whitened momentum."""
 
     title = ", spectral steps"
-    summed_scalars = 2  # L - H and n
+    summed_scalars = 2  # L - H and n, see `length.py`
     without_loss = (
         f"Without the loss, spectral steps have the root mean square "
         f"{_UNSEEN_RMS} times the learning rate; pass the loss through "
         "`optimizer.scale_loss` under the tape."
     )
     has_momenta = True
-    extra_scalars = 1  # |Q|^2 of a block
+    extra_scalars = 1  # |Q|^2 of each block.
     # Exclude embedding tables: few examples use a row, but an orthogonalised
     # step would move all rows by the same length.
     excluded_blocks = TABLES

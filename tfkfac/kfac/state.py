@@ -101,7 +101,7 @@ class State(Tracked):
     def fill(
         self, placement: Placement, rank: int, has_momenta: bool = False
     ) -> None:
-        """Create the state of the blocks; reuse existing state of equal keys.
+        """Create the state of each block, or reuse state with an equal key.
 
         Blocks keep their state when the optimizer is attached again, see
         `same_shape_key`.
@@ -163,7 +163,7 @@ class State(Tracked):
         decay: float,
         due: tf.Tensor,
     ) -> tf.Tensor:
-        """Update this worker's factor averages by `statistics`, by position.
+        """Update this worker's factor averages by the statistics of each block.
 
         If the update is not due, only blocks without statistics are updated.
 
@@ -207,7 +207,7 @@ class State(Tracked):
     def decompose(
         self, places: Sequence[int], solver: Solver, damping: tf.Tensor
     ) -> dict[int, Tensors]:
-        """Decompose this worker's factors of the blocks at `places`."""
+        """Decompose this worker's factors of the blocks at indices `places`."""
         parts: dict[int, Tensors] = {}
         for i, preconditioner in enumerate(self.preconditioners):
             if i in places and preconditioner.factors is not None:
@@ -225,7 +225,7 @@ class State(Tracked):
         damping: tf.Tensor,
         due: tf.Tensor,
     ) -> None:
-        """Replace the decompositions that are due, where they are finite."""
+        """Replace the decompositions that are due and finite."""
         counters = self.counters
         due_list = tf.unstack(due)
         finite = {}
@@ -331,7 +331,7 @@ def same_shape_key(block: Block) -> Hashable:
 
 
 class Counters(Slots):
-    """Counters of every block on one replica, as vectors by position.
+    """Event counters on one replica; each is a vector with a number per block.
 
     One variable per counter lets a step update all blocks at once.
 
@@ -374,8 +374,8 @@ class Counters(Slots):
     def events(self) -> list[tuple[str, "Number"]]:
         """Return the text and count of each fault of each block."""
         return [
-            (f"{text} {path}", Number(getattr(self, name), i))
-            for name, text in FAULTS.items()
+            (f"{description} {path}", Number(getattr(self, name), i))
+            for name, description in FAULTS.items()
             for i, path in enumerate(self.paths)
         ]
 

@@ -50,15 +50,15 @@ class FlatSpace:
 
         The vector is padded with zeros to `length`, if given.
         """
-        parts = [
+        flat_tensors = [
             tf.zeros([size], self.dtype)
             if tensor is None
             else tf.cast(tf.reshape(tensor, [size]), self.dtype)
             for tensor, size in zip(tensors, self._sizes, strict=True)
         ]
         if length is not None and length > self.size:
-            parts.append(tf.zeros([length - self.size], self.dtype))
-        return tf.concat(parts, 0)
+            flat_tensors.append(tf.zeros([length - self.size], self.dtype))
+        return tf.concat(flat_tensors, 0)
 
     def split(self, vector: tf.Tensor) -> list[tf.Tensor]:
         """Split a vector, which may be padded, into tensors; invert `join`."""

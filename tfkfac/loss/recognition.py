@@ -246,8 +246,8 @@ class _Comparison:
         self.terms = tf.reduce_prod(shape)
         self.fit = labels.fit
         if not self._is_scalar:
-            same = tf.equal(tf.shape(values)[:axes], shape)
-            self.fit &= tf.reduce_all(same)
+            shapes_agree = tf.equal(tf.shape(values)[:axes], shape)
+            self.fit &= tf.reduce_all(shapes_agree)
         self._mask, mask = None, reduction.mask
         if mask is not None and values.shape.rank and mask.shape.rank:
             if mask.shape.rank == values.shape.rank + 1:
@@ -259,9 +259,9 @@ class _Comparison:
 
     def compare(self) -> tf.Tensor:
         """Return the `sums` of a `Recognition`."""
-        exist, few = self.terms > 0, self.terms < _MIN_TERMS
-        by_values = exist & tf.logical_not(few | self._is_scalar)
-        branch = tf.cast(exist, tf.int32) + tf.cast(by_values, tf.int32)
+        any_terms, are_few = self.terms > 0, self.terms < _MIN_TERMS
+        by_values = any_terms & tf.logical_not(are_few | self._is_scalar)
+        branch = tf.cast(any_terms, tf.int32) + tf.cast(by_values, tf.int32)
         return tf.switch_case(
             tf.where(self.fit, branch, 0),
             [self._empty, self._by_gradients, self._by_values],

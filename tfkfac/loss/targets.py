@@ -36,14 +36,14 @@ def least_loss(losses: Sequence[LossTerms], replicas: int) -> tf.Tensor:
     Returns:
         Scalar float64, scaled as the loss.
     """
-    least = [tf.zeros([], tf.float64)]
+    minima = [tf.zeros([], tf.float64)]
     for terms in losses:
         entropy = _by_likelihood(terms, _entropy)
         divisor = tf.ones_like(terms.count)
         if not terms.summed:
             divisor = terms.count * replicas
-        least.append(tf.math.divide_no_nan(terms.unit * entropy, divisor))
-    return tf.add_n(least)
+        minima.append(tf.math.divide_no_nan(terms.unit * entropy, divisor))
+    return tf.add_n(minima)
 
 
 def label_count(losses: Sequence[LossTerms]) -> tf.Tensor:

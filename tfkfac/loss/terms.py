@@ -141,13 +141,13 @@ def find_unit(
     y_pred = call.y_pred
     if not tf.is_tensor(y_pred) or not y_pred.shape.rank:
         return 1.0, None, None
-    known = look_up(_KNOWN_LOSSES, call.loss)
-    if known is not None:
+    known_loss = look_up(_KNOWN_LOSSES, call.loss)
+    if known_loss is not None:
         features = 1.0
-        if known.is_mean:
+        if known_loss.is_mean:
             features = _features(y_pred, reduction.values)
-        name = _likelihood(known.likelihood, call.loss, y_pred)
-        return known.factor / features, name, None
+        name = _likelihood(known_loss.likelihood, call.loss, y_pred)
+        return known_loss.factor / features, name, None
     if call.leaves is None:
         return 1.0, None, None
     with paused():

@@ -75,9 +75,9 @@ class Solver(abc.ABC):
     def all_parts(self, factors: Factors) -> dict[str, Part]:
         """Return specs of the tensors that `decompose` computes in total."""
         return {
-            part_name: part
+            key: spec
             for name in factors
-            for part_name, part in self.parts(factors, name).items()
+            for key, spec in self.parts(factors, name).items()
         }
 
     @abc.abstractmethod
@@ -134,7 +134,7 @@ class Solver(abc.ABC):
 
 def with_prefix(name: str, parts: Mapping[str, T]) -> dict[str, T]:
     """Prefix each key, which is a suffix, with the name of the factor."""
-    return {name + suffix: part for suffix, part in parts.items()}
+    return {name + suffix: value for suffix, value in parts.items()}
 
 
 def of_factor(name: str, tensors: Tensors) -> dict[str, tf.Tensor]:

@@ -29,8 +29,8 @@ class EigenSolver(Solver):
 
     @override
     def kept(self, factors: Factors) -> dict[str, Part]:
-        parts = self.all_parts(factors)
-        return without_values(parts) | outer_part(parts)
+        specs = self.all_parts(factors)
+        return without_values(specs) | outer_part(specs)
 
     @override
     def decompose(
@@ -40,10 +40,10 @@ class EigenSolver(Solver):
         means: Tensors,
         damping: tf.Tensor,
     ) -> Tensors:
-        parts: dict[str, tf.Tensor] = {}
+        tensors: dict[str, tf.Tensor] = {}
         for name, value in values.items():
-            parts |= with_prefix(name, factors[name].eigen(value))
-        return parts
+            tensors |= with_prefix(name, factors[name].eigen(value))
+        return tensors
 
     @override
     def combine(self, parts: Tensors, damping: tf.Tensor) -> Tensors:
@@ -66,9 +66,9 @@ class EigenSolver(Solver):
         sides = {name: side for name, side in SIDES.items() if name in factors}
         matrix = gradient.matrix
         # Cast bfloat16 to the gradient's dtype: D can amplify rounding errors.
-        parts = {k: tf.cast(t, matrix.dtype) for k, t in decomposition.items()}
-        bases = {name: of_factor(name, parts) for name in sides}
-        D = parts["D"]
+        casts = {k: tf.cast(t, matrix.dtype) for k, t in decomposition.items()}
+        bases = {name: of_factor(name, casts) for name in sides}
+        D = casts["D"]
         for name, side in sides.items():
             matrix = factors[name].rotate(bases[name], matrix, side)
             D = factors[name].widen(D, side)
@@ -94,4 +94,4 @@ def outer_part(parts: Mapping[str, Part]) -> dict[str, Part]:
 
 def without_values(parts: Mapping[str, T]) -> dict[str, T]:
     """Remove the eigenvalues, which are stored only within `D`."""
-    return {k: part for k, part in parts.items() if not k.endswith(VALUES)}
+    return {k: value for k, value in parts.items() if not k.endswith(VALUES)}

@@ -25,8 +25,8 @@ class InverseSolver(Solver):
     @override
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:
         factor = factors[name]
-        parts = factor.root_parts() if self.by_roots else factor.inverse_parts()
-        return with_prefix(name, parts)
+        specs = factor.root_parts() if self.by_roots else factor.inverse_parts()
+        return with_prefix(name, specs)
 
     @override
     def decompose(
@@ -36,13 +36,13 @@ class InverseSolver(Solver):
         means: Tensors,
         damping: tf.Tensor,
     ) -> Tensors:
-        parts: dict[str, tf.Tensor] = {}
+        tensors: dict[str, tf.Tensor] = {}
         for name, value in values.items():
             shift = self.share(name, means, tf.cast(damping, value.dtype))
             factor = factors[name]
             decompose = factor.root if self.by_roots else factor.inverse
-            parts |= with_prefix(name, decompose(value, shift))
-        return parts
+            tensors |= with_prefix(name, decompose(value, shift))
+        return tensors
 
     def share(self, name: str, means: Tensors, damping: tf.Tensor) -> tf.Tensor:
         """Return the damping that is added to the eigenvalues of one factor.
@@ -96,8 +96,8 @@ class InverseSolver(Solver):
         back: bool = False,
     ) -> tf.Tensor:
         """Multiply a matrix by the inverse of one factor, or by its root."""
-        factor, parts = factors[name], of_factor(name, decomposition)
-        inverse = factor.for_products(parts, matrix.dtype)
+        factor, tensors = factors[name], of_factor(name, decomposition)
+        inverse = factor.for_products(tensors, matrix.dtype)
         if self.by_roots:
             return factor.multiply_root(inverse, matrix, side, back)
         return factor.multiply(inverse, matrix, side)
