@@ -36,7 +36,7 @@ def blocks_of(optimizer: Any) -> dict[str, list[str]]:
 def leftovers_of(optimizer: Any) -> dict[str, str]:
     """Reason for each leftover variable, by path and name."""
     text = summary_text(optimizer)
-    if "optimizer as they are:" not in text:
+    if "optimizer, without curvature:" not in text:
         return {}
     rows = tables(optimizer)[-1]
     found = {f"{row[0]}:{row[1]}": row[3] for row in rows}

@@ -321,7 +321,7 @@ PATCHES: dict[str, Callable[[], Any]] = {
     # A message for each tensor.
     "small buckets": lambda: mock.patch.object(collectives, "BUCKET_BYTES", 1),
     # Else the Gauss-Newton matrix is that of other rows in a single process.
-    "whole batches": lambda: mock.patch.object(length, "_PART", 1.0),
+    "whole batches": lambda: mock.patch.object(length, "_BATCH_FRACTION", 1.0),
     "rank 3": lambda: mock.patch.object(method, "FACTOR_RANK", 3),
 }
 

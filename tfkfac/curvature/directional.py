@@ -24,9 +24,9 @@ from tfkfac.curvature.gauss_newton import (
 from tfkfac.loss.batch import LossBatch, find_call, stateless
 from tfkfac.loss.shares import LossMeasure
 
-# An odd batch size that few models contain as a constant.
+# Batch size for a test trace; few models contain this number as a constant.
 _OTHER_SIZE = 7
-# Attribute of a model: results of `takes_any_batch` by specs of the inputs.
+# Model attribute that caches results of `takes_any_batch` by input specs.
 _KNOWN_CALLS = "_tfkfac_known_calls"
 
 
@@ -92,8 +92,8 @@ class LossInputs:
         composite = tf.RaggedTensor, tf.SparseTensor
         if any(isinstance(x, composite) for x in leaves):
             return self
-        separate = _are_separate(leaves)
-        if separate is False:
+        are_separate = _are_separate(leaves)
+        if are_separate is False:
             return self
         selection = choose(tf.shape(leaves[0])[0])
         weight = selection.weight
@@ -102,18 +102,18 @@ class LossInputs:
             if not _has_examples(leaf):
                 return leaf
             tensor = tf.convert_to_tensor(leaf)
-            if separate is True:
+            if are_separate is True:
                 return selection.of(tensor)
             return tf.cond(
-                separate, lambda: selection.of(tensor), lambda: tensor
+                are_separate, lambda: selection.of(tensor), lambda: tensor
             )
 
         args, kwargs, arguments = keras.tree.map_structure(take, batch)
         shares = self.shares
         if any(self.summed):
             shares = shares or [tf.ones([], tf.float64)] * len(self.summed)
-            if separate is not True:
-                weight = tf.where(separate, weight, 1.0)
+            if are_separate is not True:
+                weight = tf.where(are_separate, weight, 1.0)
             shares = [
                 share * weight if summed else share
                 for share, summed in zip(shares, self.summed, strict=True)
@@ -141,17 +141,17 @@ def takes_any_batch(model: keras.Model, call: ForwardCall) -> bool:
     specs = [
         tf.TensorSpec([_OTHER_SIZE, *x.shape[1:]], x.dtype) for x in leaves
     ]
-    # Eager steps would trace the call again and again.
-    known = keep_on(model, _KNOWN_CALLS, dict)
-    if tuple(specs) not in known:
-        known[tuple(specs)] = _can_be_traced(model, inputs, specs)
-    return bool(known[tuple(specs)])
+    # Cache the result: otherwise each eager step would trace the call.
+    cache = keep_on(model, _KNOWN_CALLS, dict)
+    if tuple(specs) not in cache:
+        cache[tuple(specs)] = _can_be_traced(model, inputs, specs)
+    return bool(cache[tuple(specs)])
 
 
 def _can_be_traced(
     model: keras.Model, inputs: Any, specs: Sequence[tf.TensorSpec]
 ) -> bool:
-    """True if a call with inputs of these specs keeps the batch size."""
+    """True if a trace with these input specs works and keeps the batch size."""
 
     def repeat(*tensors: tf.Tensor) -> Any:
         remaining = iter(tensors)
@@ -229,12 +229,12 @@ def _are_separate(leaves: Sequence[Any]) -> bool | tf.Tensor:
         return False
     if all(shape.is_fully_defined() for shape in shapes):
         return all(shapes[0][0] not in shape[1:] for shape in shapes)
-    dynamic = [tf.shape(leaf) for leaf in leaves]
-    size = dynamic[0][0]
-    first = tf.stack([shape[0] for shape in dynamic])
-    others = tf.concat([shape[1:] for shape in dynamic], 0)
-    separate = tf.reduce_all(tf.equal(first, size))
-    return separate & tf.reduce_all(tf.not_equal(others, size))
+    dynamic_shapes = [tf.shape(leaf) for leaf in leaves]
+    size = dynamic_shapes[0][0]
+    leading_sizes = tf.stack([shape[0] for shape in dynamic_shapes])
+    other_sizes = tf.concat([shape[1:] for shape in dynamic_shapes], 0)
+    separate = tf.reduce_all(tf.equal(leading_sizes, size))
+    return separate & tf.reduce_all(tf.not_equal(other_sizes, size))
 
 
 def _has_examples(leaf: Any) -> bool:

@@ -122,8 +122,8 @@ class Reading:
         return in_place_of(output, self._leaf(output), leaf)
 
     def _leaf(self, tensor: tf.Tensor) -> tf.Tensor:
+        # Use float32: in float16, products with a small Hessian can underflow.
         dtype = tf.float32 if tensor.dtype.size < 4 else tensor.dtype
-        # In half precision, products with a small Hessian would underflow.
         leaf = tf.identity(tf.cast(tensor, dtype))
         for leaf_tape in self._tapes:
             leaf_tape.watch(leaf)
@@ -151,15 +151,15 @@ def jacobian_product(
         )
 
     def product(direction: Direction) -> list[tf.Tensor]:
-        present = [
+        pairs = [
             (p, tf.cast(d, p.dtype))
             for p, d in zip(pulled, direction, strict=True)
             if p is not None and d is not None
         ]
         tangents: list[tf.Tensor] = backward.gradient(
-            [p for p, _ in present],
+            [p for p, _ in pairs],
             dual,
-            output_gradients=[d for _, d in present],
+            output_gradients=[d for _, d in pairs],
             unconnected_gradients="zero",
         )
         return tangents
@@ -170,7 +170,7 @@ def jacobian_product(
 def symmetric_products(
     left: Sequence[Sequence[tf.Tensor]], right: Sequence[Sequence[tf.Tensor]]
 ) -> tf.Tensor:
-    """Matrix of inner products of lists of tensors, assumed symmetric."""
+    """Compute the inner products `<left_i, right_j>`, a symmetric matrix."""
     indices = range(len(left))
     products: dict[tuple[int, int], tf.Tensor] = {}
     for i, j in itertools.combinations_with_replacement(indices, 2):
@@ -181,7 +181,7 @@ def symmetric_products(
 
 
 def inner_product(left: Direction, right: Direction) -> tf.Tensor:
-    """Inner product of two lists of tensors, a float64 scalar."""
+    """Sum the inner products of pairs of tensors, a float64 scalar."""
     sums = [tf.constant(0, tf.float64)]
     for x, y in zip(left, right, strict=True):
         if x is not None and y is not None:
@@ -198,7 +198,7 @@ def penalty_form(
 ) -> tf.Tensor:
     """Compute `d_i^T R d_j` with the Hessian R of the weight regularizers."""
     indices = [i for i, v in enumerate(variables) if v.regularizer is not None]
-    parts = [[direction[i] for i in indices] for direction in directions]
+    tangents = [[direction[i] for i in indices] for direction in directions]
     points = [values[i] for i in indices]
     with tape(persistent=True) as outer:
         outer.watch(points)
@@ -215,5 +215,5 @@ def penalty_form(
             return None
         return outer.gradient(slope, x, output_gradients=d)
 
-    images = [list(map(image, tangents, slopes, points)) for tangents in parts]
-    return symmetric_products(parts, images)
+    images = [list(map(image, d, slopes, points)) for d in tangents]
+    return symmetric_products(tangents, images)

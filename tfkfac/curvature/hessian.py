@@ -21,7 +21,7 @@ from tfkfac.linalg.lanczos import Product
 from tfkfac.linalg.vectors import FlatSpace
 from tfkfac.loss.batch import replay_loss
 
-# End of the message of an error about a missing second derivative.
+# Last sentence of error messages about missing second derivatives.
 ADVICE = (
     " Remove the layer, or use an optimizer that needs no second derivatives."
 )
@@ -55,20 +55,20 @@ def hessian_operator(
                 model, call, arguments, variables, values, shares
             )
         slopes = inner.gradient(loss, values)
-        slopes = dense(slopes)  # Inside the tape, to record the conversion.
+        slopes = dense(slopes)  # convert inside of the outer tape, to record it
     refuse_silent_zeros(model, num_before)
 
     def product(vector: tf.Tensor) -> tf.Tensor:
-        present = [
+        pairs = [
             (g, v)
             for g, v in zip(slopes, space.split(vector), strict=True)
             if g is not None
         ]
         with naming_layers(model):
             images = outer.gradient(
-                [g for g, _ in present],
+                [g for g, _ in pairs],
                 list(values),
-                output_gradients=[v for _, v in present],
+                output_gradients=[v for _, v in pairs],
             )
         return space.join(dense(images))
 
@@ -81,7 +81,7 @@ def tape(persistent: bool = False) -> tf.GradientTape:
 
 
 def dense(gradients: Sequence[Any]) -> list[tf.Tensor | None]:
-    """Convert gradients to dense tensors and keeps None."""
+    """Convert gradients to dense tensors; keep None."""
     return [None if g is None else tf.convert_to_tensor(g) for g in gradients]
 
 
@@ -116,7 +116,7 @@ def refuse_silent_zeros(model: keras.Model, start: int) -> None:
 
 @contextlib.contextmanager
 def naming_layers(model: keras.Model) -> Iterator[None]:
-    """Context that adds the layer's name to missing-gradient errors."""
+    """Context manager that adds a layer name to missing-gradient errors."""
     try:
         yield
     except LookupError as error:
@@ -137,9 +137,9 @@ def no_second_derivative(
                     # Keras 3.16 and later does not number the first scope.
                     matches = {layer_name(scope), scope} & names
                     layers += sorted(matches, key=len)[:1]
-    where = f"Layer '{layers[-1]}'" if layers else "An operation"
+    location = f"Layer '{layers[-1]}'" if layers else "An operation"
     return NotImplementedError(
-        f"{where} of model '{model.name}' has no second derivative in "
+        f"{location} of model '{model.name}' has no second derivative in "
         f"TensorFlow: operation {op_type} has no gradient.{ADVICE}"
     )
 

@@ -76,11 +76,11 @@ def lanczos(
     check_count("size", size, 1)
     check_count("steps", steps, 1)
     check_count("num_smallest", num_smallest, 0)
-    most = min(steps, size)
+    max_pairs = min(steps, size)
     if num_largest is None:
-        num_largest = max(min(10, most - num_smallest), 0)
+        num_largest = max(min(10, max_pairs - num_smallest), 0)
     check_count("num_largest", num_largest, 0)
-    if not 0 < num_largest + num_smallest <= most:
+    if not 0 < num_largest + num_smallest <= max_pairs:
         raise ValueError(
             "Arguments `num_largest` and `num_smallest` must add up to "
             "between 1 and the smaller of `steps` and `size`. Received: "
@@ -170,13 +170,13 @@ def hessian_vector_product(
             f"number of trainable weights, {space.size}. "
             f"Received: vectors of shape {columns.shape}"
         )
-    batch = keras.tree.map_structure(as_fit_does, (x, y, sample_weight))
-    single = columns.shape.rank == 1
-    rows = columns[None] if single else tf.transpose(columns)
+    batch = keras.tree.map_structure(as_batch_tensor, (x, y, sample_weight))
+    is_vector = columns.shape.rank == 1
+    rows = columns[None] if is_vector else tf.transpose(columns)
     images = _compiled_product(model)(batch, rows)
     if as_list:
         return space.split(images[0])
-    return images[0] if single else tf.transpose(images)
+    return images[0] if is_vector else tf.transpose(images)
 
 
 _products: weakref.WeakKeyDictionary[
@@ -185,9 +185,9 @@ _products: weakref.WeakKeyDictionary[
 
 
 def _compiled_product(model: keras.Model) -> Callable[..., tf.Tensor]:
-    """Return the traced product of a model; retraces if the model changed."""
+    """Return the traced Hessian product; trace again if the model changed."""
     variables = tuple(id(v) for v in model.trainable_variables)
-    # The cache must not refer to the model, which would never be freed.
+    # Cache ids only: references would keep the model alive.
     loss = getattr(model.compute_loss, "__func__", model.compute_loss)
     key = (id(compiled_loss(model)), id(loss), variables)
     cached = _products.get(model)
@@ -228,7 +228,7 @@ def as_numbers(name: str, value: Any, dtype: tf.DType) -> tf.Tensor:
         ) from error
 
 
-def as_fit_does(leaf: Any) -> tf.Tensor | None:
+def as_batch_tensor(leaf: Any) -> tf.Tensor | None:
     """Convert an array of a batch; NumPy's float64 becomes `floatx()`."""
     if leaf is None:
         return None
@@ -240,15 +240,15 @@ def as_fit_does(leaf: Any) -> tf.Tensor | None:
 def _start_vector(value: Any, size: int, seed: int) -> tf.Tensor:
     if value is None:
         return random_vector(size, seed, 0)
-    double = tf.is_tensor(value) and value.dtype == tf.float64
-    dtype = tf.float64 if double else tf.float32
+    is_float64 = tf.is_tensor(value) and value.dtype == tf.float64
+    dtype = tf.float64 if is_float64 else tf.float32
     vector = as_numbers("start_vector", value, dtype)
     if vector.shape != (size,):
         raise ValueError(
             f"Argument `start_vector` must have shape ({size},). "
             f"Received: start_vector of shape {vector.shape}"
         )
-    # Normalise: squares of very small or large numbers exceed float32.
+    # Normalise: squares of very small or large elements overflow float32.
     return tf.math.divide_no_nan(vector, tf.reduce_max(tf.abs(vector)))
 
 
@@ -271,11 +271,12 @@ def _join(
     variables: Sequence[keras.Variable],
     space: FlatSpace,
 ) -> tf.Tensor:
-    shapes = [tuple(v.shape) for v in variables]
-    given = [tuple(np.shape(v)) for v in vectors]
-    if shapes != given:
+    variable_shapes = [tuple(v.shape) for v in variables]
+    vector_shapes = [tuple(np.shape(v)) for v in vectors]
+    if variable_shapes != vector_shapes:
         raise ValueError(
             "Argument `vectors` as a list must have the shapes of the "
-            f"model's trainable variables, {shapes}. Received: shapes {given}"
+            f"model's trainable variables, {variable_shapes}. "
+            f"Received: shapes {vector_shapes}"
         )
     return space.join([tf.convert_to_tensor(v) for v in vectors])

@@ -1,4 +1,4 @@
-"""Base class of factor types (`Factor`), and specs of tensors (`Part`)."""
+"""Base class of factor types (`Factor`), and specs of their tensors."""
 
 import abc
 import dataclasses
@@ -15,7 +15,7 @@ from tfkfac.linalg.symmetric import pack, packed_size, unpack
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Spec of one tensor of a factor or decomposition, multiplied elementwise.
+    """Spec of a tensor of a factor or decomposition; multiplied elementwise.
 
     Attributes:
         shape: Shape of the tensor.
@@ -53,11 +53,11 @@ class Part:
         return tuple(1 if i in self.axes else size for i, size in sizes)
 
     def largest(self, value: tf.Tensor) -> tf.Tensor:
-        """Largest absolute entries, in a shape that broadcasts to `value`."""
+        """Largest absolute entry along `axes`, which are kept with size 1."""
         return tf.reduce_max(tf.abs(value), self.axes, keepdims=True)
 
     def identity(self, dtype: tf.DType) -> tf.Tensor:
-        """Initial value, which does not change a gradient."""
+        """Initial value: an identity, which leaves gradients unchanged."""
         return tf.ones(self.shape, dtype)
 
 
@@ -89,7 +89,7 @@ class MatrixPart(Part):
     @property
     @override
     def axes(self) -> list[int]:
-        return super().axes[-2:]  # Maximum of each matrix of a stack.
+        return super().axes[-2:]  # one maximum per matrix of a stack
 
     @override
     def identity(self, dtype: tf.DType) -> tf.Tensor:
@@ -101,7 +101,7 @@ class MatrixPart(Part):
 class TrianglePart(MatrixPart):
     """Spec of upper triangular matrices `(..., n, n)`."""
 
-    symmetric: bool = True  # for `pack`, which takes the upper triangle
+    symmetric: bool = True  # so that `pack` stores the upper triangle
 
     @override
     def unpack(self, packed: tf.Tensor) -> tf.Tensor:
@@ -117,7 +117,7 @@ class Wire:
     factor_dtype: tf.DType | None = None
     """Dtype in which statistics are sent; None for the dtype of the block."""
     inverse_dtype: tf.DType | None = None
-    """Dtype in which decompositions are stored and sent; None likewise."""
+    """Dtype of stored and sent decompositions; None as for factors."""
 
     def shape(self, part: Part) -> tuple[int, ...]:
         """Shape of a tensor in this format."""
@@ -183,7 +183,7 @@ class Factor(abc.ABC):
 
     @property
     def whole_size(self) -> int:
-        """Number of rows of the dense matrix; 0 if there is none."""
+        """Number of rows of the dense matrix; 0 if none is stored."""
         return self.size
 
     @property
@@ -201,14 +201,14 @@ class Factor(abc.ABC):
 
     @property
     def text(self) -> str:
-        """Type and size, for tables."""
+        """Type and size of the factor, for the summary table."""
         stack = "".join(f"{count} of " for count in self.stack_shape)
         return f"{stack}{self.size} x {self.size}"
 
     # ---------------------------------------------------------------- values
     @abc.abstractmethod
     def gram(self, rows: tf.Tensor) -> tf.Tensor:
-        """Sum of the outer products of rows with themselves.
+        """Sum `x x^T` over rows `x`.
 
         Args:
             rows: `(batch, shared, *stack_shape, size)`.
@@ -256,7 +256,7 @@ class Factor(abc.ABC):
             inverse: Tensors of the inverse, possibly stored in bfloat16.
             dtype: Dtype of the gradients.
         """
-        return {name: tf.cast(part, dtype) for name, part in inverse.items()}
+        return {name: tf.cast(x, dtype) for name, x in inverse.items()}
 
     @abc.abstractmethod
     def multiply(
@@ -272,14 +272,14 @@ class Factor(abc.ABC):
         """
 
     def root_parts(self) -> dict[str, Part]:
-        """Specs of the tensors that `root` returns; if R is symmetric."""
+        """Specs of the tensors that `root` returns; by default as `inverse`."""
         return self.inverse_parts()
 
     @abc.abstractmethod
     def root(
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        """Compute R with `R R^T = (F + damping I)^-1`; as `inverse`."""
+        """Compute a root R, `R R^T = (F + damping I)^-1`; see `inverse`."""
 
     def multiply_root(
         self, root: Tensors, matrix: tf.Tensor, side: Side, back: bool = False
@@ -292,7 +292,7 @@ class Factor(abc.ABC):
             side: "left" for `R^T W`, "right" for `W R`.
             back: True for `R W` and `W R^T`. Defaults to False.
         """
-        return self.multiply(root, matrix, side)  # if R is symmetric
+        return self.multiply(root, matrix, side)  # R is symmetric by default
 
     # -------------------------------------------------------- solver="eigen"
     @abc.abstractmethod
@@ -326,7 +326,7 @@ class Factor(abc.ABC):
         """
 
     def widen(self, values: tf.Tensor, side: Side) -> tf.Tensor:
-        """Repeat values per eigenvalue for each coordinate of the eigenbasis.
+        """Repeat a value of each eigenvalue for all its eigenbasis coordinates.
 
         Args:
             values: One value for each eigenvalue, along the axis of `side`.
@@ -337,9 +337,9 @@ class Factor(abc.ABC):
 
 
 def trace_key(factors: Mapping[str, Factor], key: Hashable) -> TraceKey:
-    """Trace key, equal for blocks whose factors differ in size only.
+    """Trace key of a block; equal if the factors differ only in size.
 
-    If a factor type does not support `any_size`, sizes must be equal, too.
+    Factor types without `any_size` need equal sizes, too.
 
     Args:
         factors: The block's factors by name.

@@ -1,6 +1,6 @@
 """Low-rank approximation of large factors by a Nystroem sketch.
 
-`Limit` defines the size above which a factor `M` is approximated. Only its
+`Limit` defines the size above which a factor `M` is approximated. Only the
 sketch `Y = M Omega` with a fixed random matrix `Omega` is stored. The Nystroem
 approximation `Y (Omega^T Y)^-1 Y^T` recovers the leading part of the spectrum
 (Halko, Martinsson & Tropp, 2011, section 5.4; Tropp et al., 2017).
@@ -30,7 +30,7 @@ def probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
     only signs and frequencies and computes the matrix.
     """
     signs, frequencies = _random_transform(size, rank)
-    # Use integers: float32 cannot represent the product exactly.
+    # Compute the angles in integers: float32 cannot represent the products.
     odd = tf.expand_dims(tf.range(1, 2 * size, 2, tf.int64), 1)
     steps = odd * frequencies
     angles = tf.cast(steps % (4 * size), dtype) * (math.pi / (2 * size))
@@ -40,8 +40,8 @@ def probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _random_transform(size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw a sign for each row and a frequency for each column of `probes`."""
-    # The legacy generator returns equal numbers in all versions of NumPy.
+    """Draw a sign per row and a frequency per column of the test matrix."""
+    # Use the legacy generator: its numbers are equal in all NumPy versions.
     rng = np.random.RandomState(0)
     signs = 2 * rng.randint(2, size=size) - 1
     frequencies = 1 + rng.permutation(size - 1)[:rank]
@@ -63,8 +63,8 @@ def nystroem_half(
         precision: Dtype in which the product was computed.
     """
     core = tf.matmul(columns, product, transpose_a=True)
-    # Shift by the noise level: rounding errors, plus the asymmetry of the core,
-    # which measures other errors of the product.
+    # Shift by the noise level: rounding errors, plus the asymmetry of the core
+    # as a measure of other errors.
     skew = core - tf.linalg.matrix_transpose(core)
     noise = tf.norm(skew, axis=[-2, -1])
     noise += 4 * rounding(precision) * tf.linalg.trace(core)
@@ -74,14 +74,14 @@ def nystroem_half(
     root = tf.linalg.cholesky(
         symmetrize(core) + noise[..., None, None] * identity
     )
-    transposed = tf.linalg.matrix_transpose(product)
-    half = tf.linalg.triangular_solve(root, transposed)
-    return tf.linalg.matrix_transpose(half)
+    product_transposed = tf.linalg.matrix_transpose(product)
+    F_transposed = tf.linalg.triangular_solve(root, product_transposed)
+    return tf.linalg.matrix_transpose(F_transposed)
 
 
 # Suffix of the scalar `c` of an inverse `c (I - V V^T)`.
 _SCALE = "_scale"
-# Relative eigenvalue below which an eigenvector is set to zero (float32 eps).
+# Eigenvectors with smaller relative eigenvalues are set to zero (float32 eps).
 _NEGLIGIBLE = 2.0**-23
 
 
@@ -107,7 +107,7 @@ class LowRank(Factor):
     rank: int
     stack_shape: tuple[int, ...] = ()
 
-    any_size: ClassVar[bool] = False  # `probes` are constants of the graph.
+    any_size: ClassVar[bool] = False  # `probes` depend on the static size
 
     @property
     def _basis_shape(self) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ class LowRank(Factor):
         return shared_call(("sketch", self), self._sketch, rows)
 
     def _sketch(self, rows: tf.Tensor) -> tf.Tensor:
-        """Stored tensor of `sum x x^T` over rows `(n, *stack_shape, size)`."""
+        """Sketch `sum x x^T` over rows x, `(n, *stack_shape, size)`."""
         if self.stack_shape:
             rows = tf.transpose(rows, [1, 0, 2])
         projected = tf.matmul(rows, probes(self.size, self.rank, rows.dtype))
@@ -163,15 +163,15 @@ class LowRank(Factor):
 
     @override
     def as_matrix(self, value: tf.Tensor) -> tf.Tensor:
-        half, rest = self._split(value)
-        low_rank = tf.matmul(half, half, transpose_b=True)
-        identity = tf.eye(self.size, dtype=half.dtype)
+        F, rest = self._split(value)
+        low_rank = tf.matmul(F, F, transpose_b=True)
+        identity = tf.eye(self.size, dtype=F.dtype)
         return tf.cast(low_rank + rest * identity, value.dtype)
 
     def explained(self, value: tf.Tensor) -> tf.Tensor:
         """Fraction of the trace in the low-rank matrix `F F^T`."""
-        half, rest = self._split(value)
-        low_rank = tf.reduce_sum(tf.square(half))
+        F, rest = self._split(value)
+        low_rank = tf.reduce_sum(tf.square(F))
         trace = low_rank + self.size * tf.reduce_sum(rest)
         return tf.math.divide_no_nan(low_rank, trace)
 
@@ -180,18 +180,18 @@ class LowRank(Factor):
         return self.as_matrix(value)
 
     def _split(self, value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return `F` and `rest`, with two axes of size 1, in float64."""
-        # Propagate NaN to the whole result: `tf.maximum` below may hide it.
+        """Return `F` and `rest` in float64; `rest` has shape `(..., 1, 1)`."""
+        # Make the whole result NaN: `tf.maximum` below may hide a single NaN.
         finite = all_finite([value])
         wide = tf.where(finite, tf.cast(value, tf.float64), float("nan"))
-        half = nystroem_half(
+        F = nystroem_half(
             wide[..., :-1, :],
             probes(self.size, self.rank, tf.float64),
             value.dtype,
         )
-        low_rank = tf.reduce_sum(tf.square(half), [-2, -1]) / self.size
+        low_rank = tf.reduce_sum(tf.square(F), [-2, -1]) / self.size
         rest = tf.maximum(wide[..., -1, 0] - low_rank, 0)
-        return half, rest[..., None, None]
+        return F, rest[..., None, None]
 
     # ------------------------------------------------------ solver="inverse"
     @override
@@ -218,19 +218,19 @@ class LowRank(Factor):
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return `V` and `c` of the inverse in float64."""
-        half, rest = self._split(value)
+        F, rest = self._split(value)
         trace = self.size * self.mean_eigenvalue(value)
-        floor = tf.cast(4 * rounding(value.dtype) * trace, half.dtype)
-        damping = tf.maximum(tf.cast(damping, half.dtype), floor)
+        floor = tf.cast(4 * rounding(value.dtype) * trace, F.dtype)
+        damping = tf.maximum(tf.cast(damping, F.dtype), floor)
         shift = rest + damping[..., None, None]
-        # For M = 0 and damping 0, return the identity.
+        # Use c = 1, the identity, for M = 0 and damping 0.
         shift = tf.where(shift > 0, shift, tf.ones_like(shift))
         # (F F^T + s I)^-1 = 1/s (I - F (F^T F + s I)^-1 F^T)
-        core = tf.matmul(half, half, transpose_a=True)
-        core += shift * tf.eye(self.rank, dtype=half.dtype)
+        core = tf.matmul(F, F, transpose_a=True)
+        core += shift * tf.eye(self.rank, dtype=F.dtype)
         root = tf.linalg.cholesky(core)
-        transposed = tf.linalg.matrix_transpose(half)
-        correction = tf.linalg.triangular_solve(root, transposed)
+        F_transposed = tf.linalg.matrix_transpose(F)
+        correction = tf.linalg.triangular_solve(root, F_transposed)
         return tf.linalg.matrix_transpose(correction), 1 / shift
 
     @override
@@ -270,13 +270,13 @@ class LowRank(Factor):
 
     @override
     def eigen(self, value: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Eigenvectors of `F F^T`; their eigenvalues in `M`, then `rest`."""
-        half, rest = self._split(value)
-        squares, rotation = eigh(tf.matmul(half, half, transpose_a=True))
+        """Eigenvectors of `F F^T`, their eigenvalues in `M`, and `rest`."""
+        F, rest = self._split(value)
+        squares, rotation = eigh(tf.matmul(F, F, transpose_a=True))
         is_large = squares > _NEGLIGIBLE * squares[..., -1:]
         lengths = tf.where(is_large, tf.sqrt(squares), tf.zeros_like(squares))
         vectors = tf.math.divide_no_nan(
-            tf.matmul(half, rotation), lengths[..., None, :]
+            tf.matmul(F, rotation), lengths[..., None, :]
         )
         values = tf.concat([squares + rest[..., 0], rest[..., 0]], -1)
         return {
@@ -288,7 +288,7 @@ class LowRank(Factor):
     def rotate(
         self, eigen: Tensors, matrix: tf.Tensor, side: Side, back: bool = False
     ) -> tf.Tensor:
-        """Transform to `rank` coordinates, then the `size` of the residual."""
+        """Concatenate `rank` coordinates and a residual of `size` elements."""
         basis = eigen[""]
         axis = -2 if side == "left" else -1
         if back:
@@ -310,7 +310,7 @@ class LowRank(Factor):
 def _stored(
     V: tf.Tensor, scale: tf.Tensor, dtype: tf.DType
 ) -> dict[str, tf.Tensor]:
-    """Return the parts of `c (I - V V^T)`."""
+    """Name the tensors of `c (I - V V^T)` by their suffixes."""
     return {"": tf.cast(V, dtype), _SCALE: tf.cast(scale, dtype)}
 
 
@@ -350,11 +350,11 @@ class Limit:
     rank: int = 64
 
     def matrix(self, size: int) -> Factor:
-        """Create a factor of one matrix."""
+        """Create the factor type for one matrix of a given size."""
         return self._low_rank(size) if self.exceeded(size) else Dense(size)
 
     def stack(self, count: int, size: int) -> Factor:
-        """Create a factor of `count` matrices, one per group of a layer."""
+        """Create the factor type for `count` matrices, one per layer group."""
         if self.exceeded(size):
             return self._low_rank(size, count)
         return Stack(count, size)

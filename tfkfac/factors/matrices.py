@@ -69,8 +69,8 @@ class _Matrices(Factor, abc.ABC):
         value: tf.Tensor,
         damping: tf.Tensor,
     ) -> dict[str, tf.Tensor]:
-        """Call a function of the matrices and the damping."""
-        large = self.size >= LARGE  # Sizes are dynamic in the traced function.
+        """Call `decompose(matrices, damping)` in a trace for all sizes."""
+        large = self.size >= LARGE  # the traced function has no static sizes
         result = shared_call(
             (decompose, large),
             functools.partial(decompose, large=large),
@@ -83,7 +83,7 @@ class _Matrices(Factor, abc.ABC):
 
     @override
     def for_products(self, inverse: Tensors, dtype: tf.DType) -> Tensors:
-        return inverse  # Keep the stored dtype, which may be bfloat16.
+        return inverse  # `multiply` uses the stored dtype, maybe bfloat16.
 
     @override
     def multiply(
@@ -150,7 +150,7 @@ class Dense(_Matrices):
 
     @override
     def gram(self, rows: tf.Tensor) -> tf.Tensor:
-        # The static size is unknown in a shared traced function.
+        # In a shared traced function only the dynamic size is known.
         size = rows.shape[-1] or tf.unstack(tf.shape(rows))[-1]
         rows = tf.reshape(rows, [-1, size])
         return tf.matmul(rows, rows, transpose_a=True)
@@ -175,7 +175,7 @@ class Stack(_Matrices):
 
     @override
     def gram(self, rows: tf.Tensor) -> tf.Tensor:
-        # The static count is unknown in a shared traced function.
+        # In a shared traced function only the dynamic count is known.
         count = rows.shape[-2] or tf.unstack(tf.shape(rows))[-2]
         rows = tf.reshape(rows, [-1, count, self.size])
         rows = tf.transpose(rows, [1, 0, 2])

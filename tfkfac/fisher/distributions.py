@@ -25,7 +25,7 @@ from tfkfac.loss import recognition
 from tfkfac.loss import terms as loss_terms
 from tfkfac.loss.terms import LossTerms
 
-# Keras' epsilon for Poisson rates; also the lower end of uniform samples.
+# Keras' epsilon for Poisson rates; also the minimum of uniform samples.
 _EPSILON = 1e-7
 
 
@@ -146,7 +146,7 @@ class Categorical(Distribution):
 
     @override
     def sample(self, outputs: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        # The Gumbel-max trick: XLA does not compile `stateless_categorical`.
+        # Use the Gumbel-max trick: XLA cannot compile `stateless_categorical`.
         draws = tf.random.stateless_uniform(
             tf.shape(outputs), seed, _EPSILON, 1, outputs.dtype
         )
@@ -251,7 +251,7 @@ class OneOfIndependent(OneOf, Independent):
 
 
 def one_of(candidates: Sequence[Distribution], index: tf.Tensor) -> OneOf:
-    """Create a `OneOf`, `Independent` if all candidates are."""
+    """Create a `OneOf`; `OneOfIndependent` if the labels are independent."""
     independent = all(isinstance(d, Independent) for d in candidates)
     return (OneOfIndependent if independent else OneOf)(candidates, index)
 
@@ -373,7 +373,7 @@ OutputGradient = Callable[[Distribution, tf.Tensor], tf.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """Predictions that a loss was computed from, and their distribution.
+    """Predictions that were passed to a loss, and their distribution.
 
     Predictions are `(examples, positions..., outputs of a term)`. The weights
     of the terms broadcast to the predictions; None if all weights are 1.
@@ -386,18 +386,18 @@ class Output:
     def gradient(
         self, compute: OutputGradient, weight: tf.Tensor | None
     ) -> tf.Tensor:
-        """Compute a gradient, or a column of a Fisher root, with weights.
+        """Call `compute` on the predictions, and apply the weights.
 
         Weights of the terms and the loss (None is 1) multiply the Fisher
         matrix, so the result is multiplied by their square root.
         """
         outputs = self.predictions
         dtype = tf.float64 if outputs.dtype == tf.float64 else tf.float32
-        # Predictions of shape (examples,) are terms with one output.
-        single = outputs.shape.rank == 1
-        parameters = tf.cast(outputs[:, None] if single else outputs, dtype)
+        # Add an axis of one output to predictions of shape (examples,).
+        is_flat = outputs.shape.rank == 1
+        parameters = tf.cast(outputs[:, None] if is_flat else outputs, dtype)
         result = compute(self.distribution, parameters)
-        result = result[:, 0] if single else result
+        result = result[:, 0] if is_flat else result
         for factor in (self.weights, weight):
             if factor is not None:
                 result *= tf.sqrt(tf.abs(tf.cast(factor, dtype)))
@@ -445,16 +445,16 @@ class Likelihood:
         `include_categorical=False`, False if all are categorical.
         """
         distributions = [output.distribution for output in self.outputs]
-        selected = [d for d in distributions if isinstance(d, OneOf)]
-        if not selected:
+        dynamic = [d for d in distributions if isinstance(d, OneOf)]
+        if not dynamic:
             return None
-        known = tf.reduce_all([d.is_known for d in selected])
+        are_known = tf.reduce_all([d.is_known for d in dynamic])
         if include_categorical or not all(
             d.categorical or isinstance(d, OneOf) for d in distributions
         ):
-            return known
-        categorical = [d.is_categorical for d in selected]
-        return known & tf.logical_not(tf.reduce_all(categorical))
+            return are_known
+        categorical = [d.is_categorical for d in dynamic]
+        return are_known & tf.logical_not(tf.reduce_all(categorical))
 
 
 def find_likelihood(
@@ -496,7 +496,7 @@ def _weights(call: LossCall) -> tf.Tensor | None:
     shape = tf.shape(reduction.values)
     product = tf.ones(shape, tf.float32)
     for weights in factors:
-        if weights.shape.rank == rank + 1:  # The last axis has size 1.
+        if weights.shape.rank == rank + 1:  # with a last axis of size 1
             weights = tf.squeeze(weights, -1)
         product *= tf.cast(weights, product.dtype)
     missing = predictions.shape.rank - rank

@@ -57,9 +57,9 @@ class TermRoot(NamedTuple):
     def residuals(self, slopes: tf.Tensor) -> tf.Tensor:
         """Solve `B r = slopes` for `r`; both are `(examples, outputs)`."""
         _, terms, size, _ = self.columns.shape
-        right = tf.reshape(slopes, [-1, terms, size, 1])
-        # An orthogonal decomposition, because B may be rank-deficient.
-        solution = tf.linalg.lstsq(self.columns, right, fast=False)
+        right_side = tf.reshape(slopes, [-1, terms, size, 1])
+        # Use an orthogonal decomposition: B may be rank-deficient.
+        solution = tf.linalg.lstsq(self.columns, right_side, fast=False)
         return tf.reshape(solution, [-1, terms * size])
 
 
@@ -69,7 +69,7 @@ Root = DiagonalRoot | TermRoot
 def root_of(
     output: Output, values: tf.Tensor, is_logits: bool, scale: tf.Tensor
 ) -> Root:
-    """Compute a root of the Hessian of one loss.
+    """Compute a root of the Fisher matrix of one loss, see the module.
 
     `values` are the outputs, or their logits if `is_logits`; `scale` is `s`.
     """
@@ -95,7 +95,7 @@ def root_of(
 
 
 def of_logits(distribution: Distribution) -> Distribution:
-    """Convert a distribution with probabilities to one with logits."""
+    """Return the distribution that takes logits instead of probabilities."""
     if isinstance(distribution, OneOf):
         return distribution.map(of_logits)
     if isinstance(distribution, Bernoulli):

@@ -41,7 +41,7 @@ _MAX_COLUMNS = 1024
 def weighted(
     view: View, outputs: Sequence[Output]
 ) -> list[tuple[Output, tf.Tensor | None]]:
-    """Pairs of outputs and the weights of their losses."""
+    """Pair each output with the weight of its loss."""
     weights = view.loss_weights or [None] * len(outputs)
     return list(zip(outputs, weights, strict=True))
 
@@ -71,11 +71,11 @@ def monte_carlo(
     ]
     pulled = _backprop(layers, likelihood, likelihood.outputs, gradients, total)
     sampled = {i: (layers[i][0], records) for i, records in pulled.items()}
-    others = {i: layer for i, layer in layers.items() if i not in pulled}
-    # Gradients for sampled labels are gradients of single terms, not scaled.
+    other_layers = {i: layer for i, layer in layers.items() if i not in pulled}
+    # Do not rescale gradients for sampled labels: they are per term already.
     unscaled = view._replace(scale=1.0, unscale=None)
     statistics = batch_statistics(sampled, unscaled)
-    statistics |= batch_statistics(others, view)
+    statistics |= batch_statistics(other_layers, view)
     return {i: statistics[i] for i in layers}
 
 
@@ -153,7 +153,7 @@ def _backprop(
     gradients: Sequence[tf.Tensor],
     total: Sum,
 ) -> dict[int, list[Record]]:
-    """Records with new gradients, of layers that the outputs depend on."""
+    """Return records with new gradients, for layers that affect the outputs."""
     flat = [record for _, records in layers.values() for record in records]
     new_gradients = likelihood.pullback.pull(
         [output.predictions for output in outputs],

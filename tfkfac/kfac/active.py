@@ -1,4 +1,4 @@
-"""The blocks of one step, with the records of their layers' calls."""
+"""Blocks of one training step, with recorded inputs and output gradients."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from tfkfac.training.step import Step
 
 @dataclasses.dataclass(frozen=True)
 class ActiveBlock:
-    """A block in the trace of one step."""
+    """A curvature block with its gradients and records in the current step."""
 
     position: int
     """Position among all blocks."""
@@ -48,7 +48,7 @@ class ActiveBlock:
 
 
 def observe(step: Step, state: State, by_rows: bool) -> list[ActiveBlock]:
-    """The blocks of a step with gradients and records.
+    """Return the blocks that have gradients and records in this step.
 
     Gradients may be kept as rows (a, g) if `by_rows` is True.
     """
@@ -58,7 +58,7 @@ def observe(step: Step, state: State, by_rows: bool) -> list[ActiveBlock]:
 
 
 def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
-    """Find the gradients and records of each block in this trace.
+    """Find the gradients and records of each block in this step.
 
     Blocks without gradients, and blocks that do not support what their layer
     did in this step, are excluded.
@@ -75,17 +75,17 @@ def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
     blocks = []
     for position, preconditioner in enumerate(state.preconditioners):
         block = preconditioner.block
-        places = [index.get(key_of(v)) for v in block.variables]
-        indices = tuple(place for place in places if place is not None)
+        gradient_indices = [index.get(key_of(v)) for v in block.variables]
+        indices = tuple(i for i in gradient_indices if i is not None)
         if not indices:
             continue
         used = block.used_as(calls[id(block.layer)])
-        relevant = used.relevant(calls[id(block.layer)])
+        block_records = used.relevant(calls[id(block.layer)])
         if block.skip_reason:
             continue
-        _check(block, None not in places, bool(relevant))
+        _check(block, None not in gradient_indices, bool(block_records))
         gradients = [step.gradients[i] for i in indices]
-        records, explained = records_of(used, relevant, gradients)
+        records, explained = records_of(used, block_records, gradients)
         blocks.append(
             ActiveBlock(
                 position,
@@ -138,7 +138,7 @@ def report_unexplained(
 def in_stages(
     active: Sequence[ActiveBlock], placement: Placement
 ) -> list[list[ActiveBlock]]:
-    """The blocks of a step by stage, see `Exchange.stages`."""
+    """Group the blocks into communication stages, see `Exchange.stages`."""
     by_position = {block.position: block for block in active}
     return [
         [by_position[i] for i in stage]
@@ -146,19 +146,19 @@ def in_stages(
     ]
 
 
-# Layers with a lower row limit always use the dense gradient.
+# rows; blocks with a lower row limit always use the dense gradient
 _MIN_ROW_LIMIT = 16
 
 
 def with_rows(active: ActiveBlock, step: Step) -> ActiveBlock:
-    """A block with its gradient as rows (a, g), if this may be cheaper.
+    """Represent a gradient `W = a^T g` by (a, g) where that may be cheaper.
 
-    A gradient `W = a^T g` has one row per example (or position). For few rows,
+    There is one row (a, g) per example (or position). For few rows,
     `(a A^-1)^T (g G^-1)` needs fewer multiplications than `A^-1 W G^-1`. W is
     then dropped from the step, so TensorFlow prunes its product. This requires
     that the applied gradient is exactly this product, see `is_product`.
 
-    The choice is equal on workers whose batches differ in size.
+    Workers whose batches differ in size make the same choice.
     """
     specs, records = active.block.factors, active.records
     workers = step.group.size
@@ -198,7 +198,7 @@ Statistics = Mapping[int, Mapping[str, Statistic]]
 def observed(
     layers: Sequence[ActiveBlock], step: Step, plan: Plan
 ) -> list[ActiveBlock]:
-    """The blocks whose statistics this replica computes."""
+    """Return the blocks whose statistics this replica computes."""
     rank = step.group.rank
     return [block for block in layers if plan.observes(rank, block.position)]
 
@@ -212,7 +212,7 @@ def batch_statistics(
     sharing: str,
     fraction: float | None,
 ) -> Statistics:
-    """Statistics of a fraction of this replica's batch, by position."""
+    """Compute each block's statistics from a fraction of the local batch."""
     loss_scale = step.job.scaling.factor()
     view = View(
         sharing,
@@ -223,45 +223,45 @@ def batch_statistics(
         step.loss.weights,
         None if loss_scale is None else 1 / loss_scale,
     )
-    # Last layers first: the order of the backward pass and of the messages.
+    # Reverse the layers: the order of the backward pass and of the messages.
     recorded = {
         block.position: (block.used, block.records)
         for block in reversed(observed(layers, step, plan))
     }
 
-    def total(tensor: tf.Tensor) -> tf.Tensor:
-        # Without a reduction of factors, the labels are local too.
+    def global_sum(tensor: tf.Tensor) -> tf.Tensor:
+        # If workers do not all-reduce factors, their sampled labels are local.
         if not plan.reduces_factors:
             return tensor
-        (sum_,) = step.group.all_reduce([tensor])
-        return sum_
+        (total,) = step.group.all_reduce([tensor])
+        return total
 
     def empirical() -> Statistics:
         return types.empirical(recorded, view)
 
-    def chosen() -> Statistics:
+    def chosen_statistics() -> Statistics:
         likelihood = choice.likelihood
         if likelihood is None:
             return empirical()
         if choice.type == types.TYPE2:
             return types.type2(recorded, view, likelihood)
         seeds = label_seeds(step, state, len(likelihood.outputs))
-        return types.monte_carlo(recorded, view, likelihood, seeds, total)
+        return types.monte_carlo(recorded, view, likelihood, seeds, global_sum)
 
     if choice.applies is None:
-        statistics = chosen()
+        statistics = chosen_statistics()
     else:
-        statistics = tf.cond(choice.applies, chosen, empirical)
+        statistics = tf.cond(choice.applies, chosen_statistics, empirical)
     return {
-        position: {"A": named["G"], "G": named["A"]}
+        position: {"A": by_name["G"], "G": by_name["A"]}
         if recorded[position][0].swapped
-        else named
-        for position, named in statistics.items()
+        else by_name
+        for position, by_name in statistics.items()
     }
 
 
 def label_seeds(step: Step, state: State, outputs: int) -> list[tf.Tensor]:
-    """The seeds of the sampled labels of each output.
+    """Return a random seed for the sampled labels of each output.
 
     Unique per step, replica and micro-batch; reproducible after a resume.
     """

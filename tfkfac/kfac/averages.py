@@ -27,7 +27,7 @@ from tfkfac.solvers import Solver
 from tfkfac.training.accumulation import Accumulation
 from tfkfac.training.job import Job
 
-# Section of a saved file with the momenta and the length of spectral steps.
+# Name of the section of saved files with the state of spectral steps.
 SPECTRAL = "spectral"
 
 
@@ -40,8 +40,8 @@ class FactorAverages(Slots, Member):
     accepted updates.
 
     Both papers (Distributed K-FAC, eq. 14 and 15; DP-KFAC, eq. 10 and 11) print
-    the weight in [0.9, 1) at the new batch. The programs of their authors have
-    it at the old average, as here.
+    the weight in [0.9, 1) at the new batch. The authors' code has this weight
+    at the old average, as here.
 
     The dtype is that of the statistics, at least float32: half precision
     would round a new batch's contribution `(1 - decay) batch` to zero.
@@ -86,7 +86,7 @@ class FactorAverages(Slots, Member):
         decay: float,
         update_due: tf.Tensor,
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Update the averages if due and the statistics are usable.
+        """Update the averages if due and if the statistics are usable.
 
         Usable statistics are complete (no count is 0) and finite. Averages that
         are not finite restart from the statistics.
@@ -105,8 +105,8 @@ class FactorAverages(Slots, Member):
         def mix() -> None:
             for name, average in zip(self.names, self.averages, strict=True):
                 _mix(average, *statistics[name], old_weight, new_weight)
-            others = zip(self.other_names, self.other_means, strict=True)
-            for name, mean in others:
+            means = zip(self.other_names, self.other_means, strict=True)
+            for name, mean in means:
                 total, count = statistics[name]
                 new = self._specs[name].mean_eigenvalue(total)
                 _mix(mean, new, count, old_weight, new_weight)
@@ -172,7 +172,7 @@ def _mix(
     """Assign `old_weight average + new_weight total / count` to the average."""
     # A weight of 0 clears NaN: `multiply_no_nan(NaN, 0) = 0`.
     average.assign(tf.math.multiply_no_nan(average, old_weight))
-    # `ResourceApplyGradientDescent` adds in place: `var -= alpha delta`.
+    # Add in place, without a temporary tensor: `var -= alpha delta`.
     tf.raw_ops.ResourceApplyGradientDescent(
         var=average.handle, alpha=-new_weight / count, delta=total
     )
@@ -216,7 +216,7 @@ class Decomposition(Slots, Member):
     def replace(
         self, parts: Tensors, damping: tf.Tensor, due: tf.Tensor
     ) -> tf.Tensor:
-        """Replace the decomposition if due and the new tensors are finite.
+        """Replace the decomposition if due and if the new tensors are finite.
 
         Returns:
             Scalar bool, True if the new tensors are finite.
@@ -229,10 +229,10 @@ class Decomposition(Slots, Member):
             old.assign(select(accepted, stored[name], old))
         return finite
 
-    def _parts(self) -> Tensors:
-        """Return the stored tensors in the dtype of the solver."""
+    def _stored(self) -> Tensors:
+        """Return the stored tensors by name, in a dtype that solvers accept."""
         tensors: Tensors = dict(zip(self.names, self.tensors, strict=True))
-        # Solvers accept bfloat16 and cast where they need more precision.
+        # Keep bfloat16: solvers cast it where they need more precision.
         if self._dtype != tf.bfloat16:
             dtype = self._block.dtype
             tensors = {k: tf.cast(v, dtype) for k, v in tensors.items()}
@@ -240,13 +240,13 @@ class Decomposition(Slots, Member):
 
     def apply(self, gradient: LayerGradient) -> LayerGradient:
         """Precondition the gradient of the block, see `Solver.apply`."""
-        return self.solver.apply(self._block.factors, self._parts(), gradient)
+        return self.solver.apply(self._block.factors, self._stored(), gradient)
 
     @shared
     def apply_back(self, matrix: tf.Tensor) -> tf.Tensor:
-        """Multiply a direction by R, see `Solver.apply_back`."""
+        """Multiply a direction by the root R, see `Solver.apply_back`."""
         factors = self._block.factors
-        return self.solver.apply_back(factors, self._parts(), matrix)
+        return self.solver.apply_back(factors, self._stored(), matrix)
 
     @shared
     def precondition(
@@ -301,8 +301,8 @@ class Momentum(Slots, Member):
 def clear_unused(direction: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
     """Set a direction to zero where its gradient is zero.
 
-    These are the rows where the gradient is zero and the columns where it is
-    below the rounding error: orthogonalisation makes them long. Rows with
+    Rows count as zero if the gradient is zero, columns if it is below the
+    rounding error: orthogonalisation would make them long. Rows with
     only rounding errors (a bias before a normalisation) are kept: A mixes
     other rows of the gradient into them.
     """
@@ -310,8 +310,8 @@ def clear_unused(direction: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
     rows, columns = (
         tf.reduce_max(sizes, axis, keepdims=True) for axis in (-1, -2)
     )
-    least = rounding(gradient.dtype) * tf.reduce_max(rows, -2, keepdims=True)
-    used = (rows > 0) & (columns > least)
+    floor = rounding(gradient.dtype) * tf.reduce_max(rows, -2, keepdims=True)
+    used = (rows > 0) & (columns > floor)
     return direction * tf.cast(used, direction.dtype)
 
 
@@ -321,7 +321,7 @@ def add_momentum(
     """Update a momentum and return `new + momentum`; reset it on overflow."""
     total = momentum + new
     finite = tf.cast(all_finite([total]), total.dtype)
-    # `multiply_no_nan(NaN, 0) = 0`.
+    # Reset on overflow: `multiply_no_nan(NaN, 0) = 0`.
     total = tf.math.multiply_no_nan(total, decay * finite)
     momentum.assign(total)
     return new + total
@@ -336,10 +336,10 @@ def plain_matrices(
     rows of a table.
     """
     return [
-        (left.path, variable)
-        for left in leftovers
-        if left.reason not in (SKIPPED, EXCLUDED)
-        for variable in left.variables
+        (leftover.path, variable)
+        for leftover in leftovers
+        if leftover.reason not in (SKIPPED, EXCLUDED)
+        for variable in leftover.variables
         if _is_matrix(variable)
     ]
 
@@ -347,8 +347,8 @@ def plain_matrices(
 def _is_matrix(variable: keras.Variable) -> bool:
     """True for a matrix that is not an embedding table.
 
-    Only the names of the variable and its layer count: the name of the model
-    is part of the path too.
+    Ignore the model name in the path: search only the names of the variable
+    and of its layer.
     """
     axes = sum(size > 1 for size in variable.shape)
     names = variable.path.lower().split("/")[-2:]
@@ -369,11 +369,11 @@ def plain_bytes(leftovers: Sequence[Leftover]) -> int:
 
 
 class PlainMatrix(Slots):
-    """Momentum of a variable, as a matrix with its last axis as columns."""
+    """Momentum of a weight without a block, as a matrix `(-1, last axis)`."""
 
     def __init__(self, path: str, variable: keras.Variable) -> None:
         super().__init__("plain", section=SPECTRAL)
-        # A variable would become a dependency in checkpoints.
+        # Keep a weak reference: checkpoints save attributes that are variables.
         self._variable = weakref.ref(variable)
         columns = variable.shape[-1]
         self.shape = (math.prod(variable.shape[:-1]), columns)
@@ -390,15 +390,15 @@ class PlainMatrix(Slots):
     def add(
         self, gradient: tf.Tensor, scale: tf.Tensor, decay: float
     ) -> tf.Tensor:
-        """Update the momentum; return N as a matrix."""
+        """Update the momentum; return the Nesterov momentum N as a matrix."""
         W = tf.cast(tf.reshape(gradient, self.shape), self._dtype)
         return add_momentum(self.value, W * tf.cast(scale, W.dtype), decay)
 
 
 class Pending(Accumulation):
-    """Sums over the micro-batches of the current step on one replica.
+    """Sums of gradients and statistics over the micro-batches of a step.
 
-    Sums of gradients and statistics make the memory independent of the number
+    Storing only the sums makes the memory independent of the number
     of micro-batches, and the result equal to that of one large batch.
     `blocks` are, by position, the blocks observed by this replica.
     """
@@ -421,7 +421,7 @@ class Pending(Accumulation):
         return self.slot(name, shape, block.dtype, layer=block.path, **fields)
 
     def is_for(self, blocks: Mapping[int, Block]) -> bool:
-        """True if the blocks have the same positions, paths and factors."""
+        """True if the sums fit blocks by their positions, paths and factors."""
         return [(i, b.path, b.factors) for i, b in blocks.items()] == [
             (i, b.path, b.factors) for i, b in self._blocks.items()
         ]
@@ -429,25 +429,25 @@ class Pending(Accumulation):
     def add_statistics(
         self, statistics: Mapping[int, Mapping[str, Statistic]]
     ) -> tf.Tensor:
-        """Add the statistics of a micro-batch, by position."""
-        for i, block, totals, counts in self._rows():
+        """Add the statistics of each block in a micro-batch."""
+        for i, block, totals, counts in self._sums_by_block():
             if i in statistics:
-                new = [statistics[i][name] for name in block.factors]
-                for total, statistic in zip(totals, new, strict=True):
+                increments = [statistics[i][name] for name in block.factors]
+                for total, statistic in zip(totals, increments, strict=True):
                     total.assign_add(statistic.total)
-                counts.assign_add(tf.stack([s.count for s in new]))
+                counts.assign_add(tf.stack([s.count for s in increments]))
         return tf.constant(0)
 
     def statistics(self) -> dict[int, dict[str, Statistic]]:
-        """Return the sums of statistics so far, by position."""
+        """Return the sums of the statistics of each block so far."""
         result = {}
-        for i, block, totals, counts in self._rows():
-            numbers = tf.unstack(tf.convert_to_tensor(counts))
-            sums = map(Statistic, map(tf.convert_to_tensor, totals), numbers)
+        for i, block, totals, counts in self._sums_by_block():
+            row_counts = tf.unstack(tf.convert_to_tensor(counts))
+            sums = map(Statistic, map(tf.convert_to_tensor, totals), row_counts)
             result[i] = dict(zip(block.factors, sums, strict=True))
         return result
 
-    def _rows(self) -> Iterator[tuple[int, Block, list[Any], Any]]:
+    def _sums_by_block(self) -> Iterator[tuple[int, Block, list[Any], Any]]:
         """Yield position, block, totals and counts of every block."""
         pairs = zip(self._totals, self._counts, strict=True)
         for (i, block), (totals, counts) in zip(
@@ -458,7 +458,7 @@ class Pending(Accumulation):
 
 @contextlib.contextmanager
 def name_in_memory_errors(path: str) -> Iterator[None]:
-    """Context that names a layer, by its path, in out-of-memory errors.
+    """Context manager that adds a layer's path to out-of-memory errors.
 
     In a graph a name scope does so, as TensorFlow reports operation names.
     Eagerly a scope would name the variables, and each unique name creates a

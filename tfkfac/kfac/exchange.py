@@ -26,11 +26,11 @@ from tfkfac.solvers import Solver
 _MAX_SUM = 2.0**15
 
 Statistics = Mapping[str, Statistic]
-Parts = dict[str, tf.Tensor]
+NamedTensors = dict[str, tf.Tensor]
 
 
 class Exchange:
-    """Pack, send and unpack tensors according to a plan.
+    """Pack, send and unpack tensors between workers, according to a plan.
 
     Args:
         plan: Assignment of layers to workers.
@@ -69,7 +69,7 @@ class Exchange:
         last layers first, in the order of the backward pass.
         """
         if not self.plan.reduces_factors:
-            return {i: dict(named) for i, named in statistics.items()}
+            return {i: dict(by_name) for i, by_name in statistics.items()}
         rows = [
             (i, name, self._storage[i][name], statistic)
             for i in sorted(statistics, reverse=True)
@@ -125,23 +125,23 @@ class Exchange:
         To avoid overflow and underflow, each total is divided by the scale
         `sum over workers of max |total| / _MAX_SUM`.
         """
-        counts_and_units = communicator.all_reduce(
+        counts_and_maxima = communicator.all_reduce(
             [s.count for s in local]
             + [p.largest(s.total) for p, s in zip(specs, local, strict=True)]
         )
-        counts = counts_and_units[: len(local)]
-        units = [unit / _MAX_SUM for unit in counts_and_units[len(local) :]]
+        counts = counts_and_maxima[: len(local)]
+        scales = [x / _MAX_SUM for x in counts_and_maxima[len(local) :]]
         sums = communicator.all_reduce(
             [
-                self.wire.pack(spec, tf.math.divide_no_nan(s.total, unit))
-                for spec, s, unit in zip(specs, local, units, strict=True)
+                self.wire.pack(spec, tf.math.divide_no_nan(s.total, scale))
+                for spec, s, scale in zip(specs, local, scales, strict=True)
             ],
             self.wire.factor_dtype,
         )
         return [
-            Statistic(self.wire.unpack(spec, sum_) * unit, count)
-            for spec, sum_, unit, count in zip(
-                specs, sums, units, counts, strict=True
+            Statistic(self.wire.unpack(spec, sum_) * scale, count)
+            for spec, sum_, scale, count in zip(
+                specs, sums, scales, counts, strict=True
             )
         ]
 
@@ -151,7 +151,7 @@ class Exchange:
         communicator: Communicator,
         parts: Mapping[int, Tensors],
         layers: Sequence[int],
-    ) -> dict[int, Parts]:
+    ) -> dict[int, NamedTensors]:
         """Broadcast decompositions from owners to gradient workers.
 
         Args:
@@ -162,27 +162,27 @@ class Exchange:
         Returns:
             The decompositions that this worker needs, by layer.
         """
-        items = self._part_items(layers)
+        items = self._decomposition_items(layers)
         specs = {
             i: self._solver.all_parts(self._blocks[i].factors) for i in layers
         }
 
         def value_of(item: Item) -> tf.Tensor:
             value = parts[item.layer][item.name]
-            value = tf.cast(value, self._part_dtype(item.layer))
+            value = tf.cast(value, self._decomposition_dtype(item.layer))
             return self.wire.pack(specs[item.layer][item.name], value)
 
         with tf.name_scope("decompositions"):
             values = broadcast_items(communicator, items, value_of)
-        received: dict[int, Parts] = {}
+        received: dict[int, NamedTensors] = {}
         for (layer, name), value in values.items():
             value = self.wire.unpack(specs[layer][name], value)
             value = tf.cast(value, self._blocks[layer].dtype)
             received.setdefault(layer, {})[name] = value
         return received
 
-    def _part_items(self, layers: Sequence[int]) -> list[Item]:
-        """Return the items to broadcast, in the same order on every worker."""
+    def _decomposition_items(self, layers: Sequence[int]) -> list[Item]:
+        """Return decompositions to broadcast, in equal order on all workers."""
         items = []
         for i in sorted(layers):
             for factor, owner in self.plan.layers[i].owners.items():
@@ -190,12 +190,12 @@ class Exchange:
                 specs = self._solver.parts(self._blocks[i].factors, factor)
                 for name, spec in specs.items():
                     packed = tf.TensorSpec(
-                        self.wire.shape(spec), self._part_dtype(i)
+                        self.wire.shape(spec), self._decomposition_dtype(i)
                     )
                     items.append(Item(i, name, packed, owner, members))
         return items
 
-    def _part_dtype(self, layer: int) -> tf.DType:
+    def _decomposition_dtype(self, layer: int) -> tf.DType:
         return self.wire.inverse_dtype or self._blocks[layer].dtype
 
     # ------------------------------------------- preconditioned gradients
@@ -242,7 +242,7 @@ class Exchange:
         return [tf.TensorSpec(shape, block.dtype) for shape in shapes]
 
     def _gradient_items(self, layers: Sequence[int]) -> list[Item]:
-        """Return the gradients to broadcast, in equal order on every worker."""
+        """Return gradients to broadcast, in the same order on every worker."""
         items = []
         for i in sorted(layers):
             size = math.prod(self._blocks[i].gradient_shape)

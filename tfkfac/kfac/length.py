@@ -45,31 +45,31 @@ from tfkfac.saving.slots import Slots
 from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step
 
-# RMS of a direction. Muon's steps have the same at its learning rate 1.
+# Root mean square of a direction D; Muon has the same at learning rate 1.
 RMS = 0.2
-# Constants of the module's formula, fitted to small problems.
+# Constants of r and kappa in the module docstring, fitted to small problems.
 _MIN_LENGTH, _PER_ROOT_OF_LOSS, _PER_ROOT_OF_LABELS = 0.07, 0.6, 0.45
 _MIN_RATE = 0.006
-# Where the predictions of the examples are saturated, F is nearly 0.
+# Bound of r for saturated predictions, where the divisor `D^T F D` is near 0.
 _MAX_RATE = 1.0
 _WARMUP = 10
 _MEMORY = 0.9
-# Number of updates from which on steps are shorter. Classifiers and language
-# models end better with c = 0.45 than with 1 after 1,440 and 2,000 updates; a
-# deep autoencoder ends better with 1, and with sqrt(c) than with c.
+# updates; longer runs take shorter steps (c < 1). With 1,440 and 2,000 updates,
+# classifiers and language models had better results with c = 0.45 than with 1;
+# a deep autoencoder had better results with 1, and with sqrt(c) than with c.
 _SHORT_RUN = 400
-# Minimum of `new`.
+# Lower bound of `new` in the module docstring.
 _MIN_RATIO = 1e-3
-# The product with F is computed in the first steps, then at this interval.
+# steps: compute `D^T F D` in each of the first 100, then in every 10th
 _EARLY, _INTERVAL = 100, 10
-# Part of the batch of the product with F.
-_PART = 0.25
-# Key of the warning. The reason differs between traces.
+# Fraction of the batch from which `D^T F D` is computed.
+_BATCH_FRACTION = 0.25
+# Key of the warning, so that different reasons do not repeat the warning.
 _NO_CURVATURE = "no curvature"
 
 
 class Batch(NamedTuple):
-    """Inputs of the formula of the length, computed before `tf.cond`."""
+    """Inputs of the step-length formula, created outside of any `tf.cond`."""
 
     labels: tf.Tensor
     """Number of labels of a term, weighted by the share of this replica."""
@@ -78,7 +78,7 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, step: Step, advise: Callable[[str, str], None]) -> "Batch":
-        """Read the batch of a step.
+        """Create the inputs of the formula from the batch of a step.
 
         Args:
             step: The step.
@@ -94,9 +94,9 @@ class Batch(NamedTuple):
         calls = ForwardTap.open(job.model).pop_items()
 
         def local_curvature(directions: Gradients) -> tf.Tensor:
-            unknown = tf.constant(math.nan, tf.float64)
+            nan = tf.constant(math.nan, tf.float64)
             if not step.batch.arguments:
-                return unknown
+                return nan
             try:
                 inputs = LossInputs.of(job.model, step.batch, loss, calls)
                 if takes_any_batch(job.model, inputs.call):
@@ -112,22 +112,22 @@ class Batch(NamedTuple):
                 )
             except Exception as error:  # the model may not allow a second call
                 advise(_without_curvature(job, error), _NO_CURVATURE)
-                return unknown
+                return nan
             return form[0, 0]
 
         def curvature(directions: Gradients) -> tf.Tensor:
-            # All replicas take part, also one whose batch shape fails.
+            # All replicas run this all-reduce, also where the result is NaN.
             (form,) = step.group.all_reduce([local_curvature(directions)])
             return form
 
         def choose(size: tf.Tensor) -> Examples:
-            return Examples(size, Subsample(_PART, job.clock))
+            return Examples(size, Subsample(_BATCH_FRACTION, job.clock))
 
         return cls(labels, curvature)
 
 
 def _without_curvature(job: Job, error: Exception) -> str:
-    """Return the warning that the true length of steps is not known."""
+    """Return the warning that `D^T F D` cannot be computed."""
     return (
         f"Optimizer '{job.name}' cannot compute the curvature of the loss of "
         f"model '{job.model.name}' along its steps, and estimates their length "
@@ -138,7 +138,7 @@ def _without_curvature(job: Job, error: Exception) -> str:
 
 
 class SpectralLength(Slots):
-    """Ratio rho of the true and K-FAC's squared length, and a step count."""
+    """Compute the length of spectral steps; store rho and the step count."""
 
     def __init__(self) -> None:
         super().__init__("length", section=SPECTRAL)
@@ -153,7 +153,7 @@ class SpectralLength(Slots):
         curvature: Callable[[], tf.Tensor],
         updates: tf.Tensor,
     ) -> tf.Tensor:
-        """Return r, the multiplier of all D.
+        """Return r, the factor of all directions D, see the module docstring.
 
         Args:
             square: `sum |Q|^2`.
@@ -165,30 +165,29 @@ class SpectralLength(Slots):
         self.steps.assign_add(1)
         due = (self.steps <= _EARLY) | tf.equal(self.steps % _INTERVAL, 0)
         when(due, lambda: self._update_ratio(curvature(), square))
-        # The gradients may be finite although the loss is not.
+        # Use 0 if the loss is not finite; the gradients may still be finite.
         excess = tf.where(tf.math.is_finite(excess), excess, 0.0)
-        # c; a decrease by its root is enough where the loss bounds the length.
-        shorter = tf.minimum(_SHORT_RUN / tf.cast(updates, tf.float64), 1.0)
-        shorter = tf.sqrt(shorter)
-        by_loss = _PER_ROOT_OF_LOSS * tf.sqrt(tf.maximum(excess, 0) * shorter)
-        by_labels = _PER_ROOT_OF_LABELS * shorter * tf.sqrt(labels)
-        kappa = tf.minimum(by_loss, by_labels)
-        kappa = tf.maximum(kappa, _MIN_LENGTH * shorter)
+        c = tf.minimum(_SHORT_RUN / tf.cast(updates, tf.float64), 1.0)
+        c = tf.sqrt(c)
+        loss_bound = _PER_ROOT_OF_LOSS * tf.sqrt(tf.maximum(excess, 0) * c)
+        label_bound = _PER_ROOT_OF_LABELS * c * tf.sqrt(labels)
+        kappa = tf.minimum(loss_bound, label_bound)
+        kappa = tf.maximum(kappa, _MIN_LENGTH * c)
         warmup = tf.minimum(tf.cast(self.steps, tf.float64) / _WARMUP, 1.0)
         length = tf.sqrt(self.ratio * square)
         rate = warmup * tf.math.divide_no_nan(kappa, length)
-        return tf.clip_by_value(rate, _MIN_RATE * shorter, _MAX_RATE)
+        return tf.clip_by_value(rate, _MIN_RATE * c, _MAX_RATE)
 
     def _update_ratio(self, form: tf.Tensor, square: tf.Tensor) -> None:
         """Update rho by `D^T F D` and `sum |Q|^2`.
 
-        A form that is not positive says nothing: the batch has no weight, or
-        the loss is not convex in its inputs.
+        Ignore a form that is not positive: the batch has no weight, or the
+        loss is not convex in its inputs.
         """
-        known = tf.math.is_finite(form) & (form > 0)
+        usable = tf.math.is_finite(form) & (form > 0)
         new = tf.math.divide_no_nan(form, square)
         new = tf.maximum(new, _MIN_RATIO)
         old = tf.where(tf.equal(self.steps, 1), new, self.ratio)
-        mixed = tf.maximum(new, _MEMORY * old + (1 - _MEMORY) * new)
-        known &= tf.math.is_finite(mixed)
-        self.ratio.assign(tf.where(known, mixed, self.ratio))
+        average = tf.maximum(new, _MEMORY * old + (1 - _MEMORY) * new)
+        usable &= tf.math.is_finite(average)
+        self.ratio.assign(tf.where(usable, average, self.ratio))

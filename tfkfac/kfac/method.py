@@ -1,4 +1,4 @@
-"""K-FAC, step by step."""
+"""K-FAC method: stages of one training step, state and reporting."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -48,8 +48,8 @@ from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
 
 _RULES = {"natural": Natural, "spectral": Spectral}
-# Rank of the approximation of a factor wider than `max_factor_dim`. At a limit
-# of 640, the approximation has at most a tenth of the elements of the matrix.
+# Rank of the approximation of a factor with more than `max_factor_dim` rows. At
+# the default limit of 640, this saves 90 % of the elements.
 FACTOR_RANK = 64
 
 
@@ -104,7 +104,7 @@ class KFACMethod(Method):
         statistics: Callable[[], Statistics],
         batch: Batch | None,
     ) -> None:
-        """Update the weights; the gradients are not yet reduced."""
+        """Update the weights from local gradients, which are reduced here."""
         state, rule = self.job.local_state(self.states), self._rule
         damping = rule.damping.at(self.job.clock)
         # Reduce: all-reduce the gradients and the requests for new inverses.
@@ -114,19 +114,19 @@ class KFACMethod(Method):
         self.update_factors(layers, step, statistics)
         # Inverses: owners decompose, gradient workers receive.
         groups_due = self.inverse_groups_due()
-        first, *others = in_stages(layers, self.placement)
+        first, *later_stages = in_stages(layers, self.placement)
         updated = [
             self.update_inverses(first, step, groups_due, requested, damping)
         ]
 
         def direction() -> Update:
             # Precondition: gradient workers apply the inverses, receivers get
-            # the results. Each stage computes while the results of the stages
-            # before it are sent. The stages are not nested in one another: a
+            # the results. Each stage computes while the results of the previous
+            # stages are sent. The stages are not nested in one another: a
             # branch would capture all tensors of the branches inside of it.
             exchange = self.placement.exchange
             preconditioned = rule.directions(first, step, exchange, damping)
-            for stage in others:
+            for stage in later_stages:
                 updated.append(
                     self.update_inverses(
                         stage, step, groups_due, requested, damping
@@ -170,7 +170,7 @@ class KFACMethod(Method):
     def reduce(
         self, step: Step, batch: Batch | None
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """All-reduce the gradients, and requests for inverses in one message.
+        """All-reduce gradients and requests for inverse updates in one message.
 
         A gradient worker cannot compute the inverse of another worker's block.
         So a block that one worker requests is recomputed by its owner.
@@ -181,13 +181,13 @@ class KFACMethod(Method):
         """
         counters = self.job.local_state(self.states).counters
         requested = tf.equal(counters.decomposed, 0)
-        first = next((g for g in step.gradients if g is not None), None)
-        dtype = tf.float32 if first is None else first.dtype
+        gradient = next((g for g in step.gradients if g is not None), None)
+        dtype = tf.float32 if gradient is None else gradient.dtype
         scalars = self._rule.scalars(step, batch)
         extra = [tf.cast(value, dtype) for value in (requested, *scalars)]
-        flags, *sums = step.reduce(*extra)
+        request_counts, *sums = step.reduce(*extra)
         if self.placement.plan.shares_clocks:
-            requested = flags > 0
+            requested = request_counts > 0
         return requested, [tf.cast(x, tf.float64) for x in sums]
 
     def accumulate(
@@ -220,9 +220,9 @@ class KFACMethod(Method):
     def factors_due(
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return two bools: due by schedule; due for a block without factors.
+        """Return two bools: due by schedule; due for blocks without factors.
 
-        The second one makes a layer that is first used late start at once.
+        The second bool starts a layer that is first used in a late step.
         """
         counters, clock = (
             self.job.local_state(self.states).counters,
@@ -231,8 +231,8 @@ class KFACMethod(Method):
         interval = steps_between(
             self.settings.factor_update_interval, FACTORS, clock
         )
-        seen = observed(layers, step, self.placement.plan)
-        positions = tf.constant([layer.position for layer in seen], tf.int32)
+        local = observed(layers, step, self.placement.plan)
+        positions = tf.constant([layer.position for layer in local], tf.int32)
         missing = tf.gather(counters.without_statistics(), positions)
         return tf.equal(clock % interval, 0), tf.reduce_any(missing)
 
@@ -250,15 +250,15 @@ class KFACMethod(Method):
             reduced = placement.exchange.reduce_statistics(
                 step.group, statistics()
             )
-            taken = state.update_averages(
+            any_updated = state.update_averages(
                 reduced, self.settings.factor_decay, scheduled
             )
-            state.factor_updates.assign_add(taken)
+            state.factor_updates.assign_add(any_updated)
 
         when((scheduled | initial) & step.finite, move_averages)
 
     def inverse_groups_due(self) -> list[tf.Tensor]:
-        """Return a scalar bool for each schedule group of inverses."""
+        """Return a bool per schedule group, True if its inverses are due."""
         clock = self.job.clock
         return find_due_groups(
             max(self.placement.schedule_groups, default=0) + 1,
@@ -370,16 +370,16 @@ class KFACMethod(Method):
 
     @override
     def create(self) -> Sequence[Tracked]:
-        self._placement = None  # what was seen before the model was built
+        self._placement = None  # made before the model was built
         placement = self.placement
         warning = report.coverage_warning(
             placement.registry, self.job, self._rule
         )
         self._advice.give(self.job, warning)
-        known = dict(zip(self.job.topology.local, self.states, strict=False))
+        existing = dict(zip(self.job.topology.local, self.states, strict=False))
 
-        def make(rank: int) -> State:
-            state = known.get(rank) or State()
+        def make_state(rank: int) -> State:
+            state = existing.get(rank) or State()
             state.fill(placement, rank, self._rule.has_momenta)
             if self.settings.gradient_accumulation_steps is not None:
                 state.accumulate(
@@ -390,7 +390,7 @@ class KFACMethod(Method):
                 )
             return state
 
-        self.states = self.job.for_each(make)
+        self.states = self.job.for_each(make_state)
         return self.states
 
     @override
@@ -450,7 +450,7 @@ class KFACMethod(Method):
         weights = self.job.model.trainable_variables
         topology = self.job.topology
         size = gradient_bytes(weights, topology.hint)
-        # Each block's request for a decomposition, and the rule's scalars.
+        # Add the request of each block for an inverse, and the rule's scalars.
         flags = len(self.placement.blocks) + self._rule.summed_scalars
         size += flags * int(tf.as_dtype(weights[0].dtype).size)
         return self.placement.communication_bytes(topology.local[0], size)

@@ -19,10 +19,10 @@ from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.length import Batch
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import (
-    FIRST,
-    LITTLE,
-    MANY,
-    SHORT,
+    HINT_STEP,
+    LOW_FACTOR,
+    LOW_SCALED_FACTOR,
+    MIN_CLIPPED,
     Clip,
     Counters,
     State,
@@ -33,7 +33,7 @@ from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
 
-# Blocks of embedding tables: an example uses only some rows of the table.
+# Embedding blocks: excluded from spectral steps and from hints about inputs.
 TABLES = (EmbeddingBlock, PositionEmbeddingBlock)
 
 
@@ -84,21 +84,21 @@ class Natural:
     def plain_matrices(
         self, registry: Registry
     ) -> list[tuple[str, keras.Variable]]:
-        """Return path and variable of matrices trained without a block."""
+        """Return path and variable of the uncovered matrices of this rule."""
         return []
 
     # ------------------------------------------------------------ the step
     def read(
         self, step: Step, advise: Callable[[str, str], None]
     ) -> Batch | None:
-        """Return the numbers of the batch that `gradients` needs.
+        """Return the batch values that `gradients` needs; None by default.
 
         `advise` issues a warning, once for each key.
         """
         return None
 
     def scalars(self, step: Step, batch: Batch | None) -> list[tf.Tensor]:
-        """Return numbers that are summed over the workers for `gradients`."""
+        """Return scalars to sum over the workers; `gradients` gets the sums."""
         return []
 
     def takes_rows(self, workers: int) -> bool:
@@ -117,11 +117,11 @@ class Natural:
         Gradient workers precondition the reduced gradients and send P to the
         receivers. The damping bounds the length of P.
         """
-        by_rows = [layer for layer in layers if layer.rows is not None]
-        others = [layer for layer in layers if layer.rows is None]
+        row_layers = [layer for layer in layers if layer.rows is not None]
+        dense_layers = [layer for layer in layers if layer.rows is None]
         return [
-            *precondition_rows(by_rows, step, damping),
-            *precondition_matrices(others, step, exchange, damping),
+            *precondition_rows(row_layers, step, damping),
+            *precondition_matrices(dense_layers, step, exchange, damping),
         ]
 
     def gradients(
@@ -151,8 +151,8 @@ class Natural:
         if self._clip.get() is not None:
             limit = self._clip.at(step.job.clock)
         clip = clip_step(products, limit, rate)
-        inner, hint_rate = step.job.inner_optimizer, None
-        if limit is not None and isinstance(inner, keras.optimizers.SGD):
+        optimizer, hint_rate = step.job.inner_optimizer, None
+        if limit is not None and isinstance(optimizer, keras.optimizers.SGD):
             hint_rate = rate
         hint_due = state.report.record(clip, damping, hint_rate)
         layers, limit = [x.layer for x in directions], self._clip.get()
@@ -161,14 +161,14 @@ class Natural:
 
     # --------------------------------------------------- binding and state
     def bytes(self, placement: Placement, rank: int) -> dict[str, int]:
-        """Return the bytes of the additional state, by name."""
+        """Return the bytes of the state that this rule adds, by name."""
         return {}
 
 
-_MAX_INPUT_RMS = 3.0  # RMS of inputs above which a hint is printed
-# Loss in nats per term from which many clipped steps are normal. Of 14 healthy
-# runs, only the run of an autoencoder was limited by the clip.
+# Loss in nats per term above which many clipped steps are normal. Of 14 healthy
+# runs, the clip limited only the steps of an autoencoder.
 _HIGH_LOSS = 20.0
+_MAX_INPUT_RMS = 3.0  # RMS of inputs above which a hint is printed
 
 
 def hint_at_clip(
@@ -181,31 +181,31 @@ def hint_at_clip(
     head = "kl_clip has left less than {:.0%} of most of the first {} steps. "
     names = [step.job.name]
     path, is_far = far_inputs(layers)
-    text = (
-        f"{head.format(SHORT, FIRST)}The inputs of layer '{path}' are far from "
-        "unit scale: normalise the inputs of the model, or try "
-        'KFAC(fisher="monte_carlo").'
+    message = (
+        f"{head.format(LOW_SCALED_FACTOR, HINT_STEP)}The inputs of layer "
+        f"'{path}' are far from unit scale: normalise the inputs of the model, "
+        'or try KFAC(fisher="monte_carlo").'
     )
-    count_each(is_far, report.hints, names, text)
+    count_each(is_far, report.hints, names, message)
     loss = tf.math.divide_no_nan(step.weighted_loss(), step.loss.unit)
     is_low = step.group.size * loss < _HIGH_LOSS
-    less = f", KFAC(kl_clip={limit / 4:g})," if isinstance(limit, float) else ""
-    text = (
-        f"{head.format(LITTLE, FIRST)}Try a smaller one{less} or a larger "
-        "damping; see `optimizer.last_step`."
+    hint = f", KFAC(kl_clip={limit / 4:g})," if isinstance(limit, float) else ""
+    message = (
+        f"{head.format(LOW_FACTOR, HINT_STEP)}Try a smaller one{hint} or a "
+        "larger damping; see `optimizer.last_step`."
     )
-    is_limited = (report.clipped >= MANY) & is_low & ~is_far
-    count_each(is_limited, report.hints, names, text)
+    is_limited = (report.clipped >= MIN_CLIPPED) & is_low & ~is_far
+    count_each(is_limited, report.hints, names, message)
 
 
 def far_inputs(layers: Sequence[ActiveBlock]) -> tuple[str, tf.Tensor]:
-    """Return the path of the first layer; True if the inputs are large."""
-    # The backward pass ends with the first layer of the model.
+    """Return the path of the first layer, and True if its inputs are large."""
+    # `order` is largest for the first layer, where the backward pass ends.
     first = max(layers, key=lambda layer: max(r.order for r in layer.records))
     inputs, block = first.records[-1].inputs, first.block
     has_scale = "A" in block.factors and not isinstance(block, TABLES)
     is_far = tf.constant(False)
-    # Not a sparse tensor.
+    # Skip sparse tensors, which have no elementwise square.
     if has_scale and isinstance(inputs, tf.Tensor) and inputs.dtype.is_floating:
         squares = tf.square(tf.cast(inputs, tf.float32))
         is_far = tf.sqrt(tf.reduce_mean(squares)) > _MAX_INPUT_RMS
@@ -215,7 +215,7 @@ def far_inputs(layers: Sequence[ActiveBlock]) -> tuple[str, tf.Tensor]:
 def clip_step(
     products: Sequence[tf.Tensor], kl_clip: tf.Tensor | None, learning_rate: Any
 ) -> Clip:
-    """`nu = min(1, sqrt(kl_clip / (lr^2 |sum <P, W>|)))`.
+    """Return the clip `nu = min(1, sqrt(kl_clip / (lr^2 |sum <P, W>|)))`.
 
     `lr^2 <P, W>` is the squared length of a step in the Fisher metric, about
     twice the change of the model's predictions in nats (Distributed K-FAC,
@@ -226,10 +226,8 @@ def clip_step(
     length = tf.square(tf.cast(learning_rate, tf.float64)) * total
     if kl_clip is None:
         return Clip(tf.ones_like(length), length)
-    clipped = tf.sqrt(
-        tf.math.divide_no_nan(tf.cast(kl_clip, tf.float64), length)
-    )
-    factor = tf.where(length > 0, tf.minimum(clipped, 1.0), 1.0)
+    ratio = tf.sqrt(tf.math.divide_no_nan(tf.cast(kl_clip, tf.float64), length))
+    factor = tf.where(length > 0, tf.minimum(ratio, 1.0), 1.0)
     return Clip(factor, length)
 
 
@@ -244,10 +242,10 @@ def precondition_matrices(
     All workers have W. Workers with the decomposition of a block compute its P.
     """
     plain, preconditioned = matrix_pairs(layers, step)
-    places = [layer.position for layer in layers]
-    pairs = zip(places, preconditioned, strict=True)
+    positions = [layer.position for layer in layers]
+    pairs = zip(positions, preconditioned, strict=True)
     local = {i: [P] for i, P in pairs if P is not None}
-    received = exchange.share_gradients(step.group, local, places)
+    received = exchange.share_gradients(step.group, local, positions)
     results = []
     for layer, W in zip(layers, plain, strict=True):
         P, product, valid = shared_call(
@@ -266,7 +264,7 @@ def precondition_matrices(
 def matrix_pairs(
     layers: Sequence[ActiveBlock], step: Step
 ) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
-    """Return W of each block, and `A^-1 W G^-1` or None if not stored here."""
+    """Return W and P of each block; P is None without a local decomposition."""
     scales = _cast(_reciprocal(step.loss.unit), layers)
     plain: list[tf.Tensor] = []
     preconditioned: list[tf.Tensor | None] = []
@@ -288,7 +286,7 @@ def matrix_pairs(
 
 
 def _form_key(target: str, block: Block) -> Hashable:
-    """Return the cache key of the conversion to `target`, or None."""
+    """Return the cache key for conversions of gradients to `target`."""
     return None if block.form is None else (target, block.form)
 
 
@@ -339,12 +337,12 @@ def apply_cheaper(
     results: dict[int, tuple[Any, ...]] = {}
     undecided: dict[int, list[int]] = {}
     for i, (layer, W) in enumerate(zip(layers, rows, strict=True)):
-        count = W.a.shape[0]
-        if count is None:
-            # Round to a power of two, so that similar blocks share a branch.
+        num_rows = W.a.shape[0]
+        if num_rows is None:
+            # Round down to a power of two: similar blocks share a branch.
             limit = 1 << (layer.row_limit.bit_length() - 1)
             undecided.setdefault(limit, []).append(i)
-        elif count <= layer.row_limit:
+        elif num_rows <= layer.row_limit:
             results[i] = compute(layer, W)
         else:
             results[i] = compute(layer, MatrixGradient(W.matrix))
@@ -377,13 +375,13 @@ def _apply_at_runtime(
 
 
 def scale_rows(layer: ActiveBlock, step: Step) -> RowGradient:
-    """Scale rows to the NLL, weighted by this replica's share of the mean."""
+    """Scale rows to the NLL, weighted by this replica's fraction of terms."""
     rows = layer.rows
     assert rows is not None
     scale, share = _reciprocal(step.loss.unit), step.share
     if share is None:
         return rows.scaled(scale)
-    # If the share is 0, both `a` and `g` may be NaN.
+    # Without terms (share 0), replace `a` and `g` by 0: they may be NaN.
     nonzero = tf.cast(share > 0, rows.a.dtype)
     return RowGradient(
         tf.math.multiply_no_nan(rows.a, nonzero),
@@ -452,8 +450,8 @@ def check(
         valid.
     """
     size, plain_size = (tf.cast(x.bound(), tf.float64) for x in (P, W))
-    least = tf.minimum(damping, 1.0) ** 4  # `bound` is a squared length
-    valid = tf.math.is_finite(size) & (size * least <= _SLACK**2 * plain_size)
+    ratio = tf.minimum(damping, 1.0) ** 4  # squared bound: `size` is |P|^2
+    valid = tf.math.is_finite(size) & (size * ratio <= _SLACK**2 * plain_size)
     P = P.where(valid, W)
     return P, W.inner(P), valid
 
@@ -461,7 +459,7 @@ def check(
 def _check_matrices(
     W: tf.Tensor, P: tf.Tensor, damping: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Apply `check` to the matrices of several blocks."""
+    """Apply `check` to the matrices W and P of one block."""
     gradient, product, valid = check(
         MatrixGradient(W), MatrixGradient(P), damping
     )

@@ -47,8 +47,8 @@ class KFAC(SecondOrderOptimizer):
     For each layer the gradient, as a matrix `W` of inputs by outputs, is
     multiplied by the inverse of `A (x) G`: the second moments of the layer's
     inputs and of the gradients at its pre-activations (Martens & Grosse, 2015;
-    Distributed K-FAC, TPDS 2022). Factors and decompositions are renewed on
-    clocks of their own. The result, clipped in the metric of the Fisher
+    Distributed K-FAC, TPDS 2022). Factors and decompositions are updated at
+    separate intervals. The result, clipped in the metric of the Fisher
     matrix, goes to the inner optimizer.
 
     Without arguments nothing has to be tuned: spectral steps, whose learning
@@ -103,53 +103,51 @@ class KFAC(SecondOrderOptimizer):
             `keras.optimizers.schedules.LearningRateSchedule`. Defaults to
             0.01.
         kl_clip: Largest squared length of a step in the Fisher metric, as a
-            number or a schedule; None switches it off. Without effect with
-            spectral steps, which have a length of their own.
-            Defaults to 0.02.
-        fisher: Whose gradients the factors G are made of, where the loss is
-            computed by `model.compute_loss`, as `fit` does. "monte_carlo": of
-            labels sampled from the model's own predictions (Martens & Grosse,
-            section 5), by one more backward pass to the pre-activations in
-            steps that update factors. "empirical": of the labels of the
-            batch, at no cost. "type2": no draws, but the columns of a square
-            root of the Hessian at the outputs, all of them (the generalised
-            Gauss-Newton matrix): a backward pass for each output of an
-            example, at most 1,024. The two that ask the model need the
-            distribution that the loss is a likelihood of, see
-            `tfkfac.register_distribution`; weights of examples count once,
+            number or a schedule; None switches it off. Without effect on
+            spectral steps, whose length has a formula. Defaults to 0.02.
+        fisher: Gradients from which the factors G are computed, where the loss
+            is computed by `model.compute_loss`, as `fit` does. "monte_carlo":
+            gradients for labels sampled from the model's predictions (Martens
+            & Grosse, section 5), by one more backward pass to the
+            pre-activations in factor updates. "empirical": gradients for the
+            labels of the batch, at no cost. "type2": all columns of a square
+            root of the Hessian at the outputs, without sampling (the
+            generalised Gauss-Newton matrix): a backward pass for each output
+            of an example, at most 1,024. "monte_carlo" and "type2" need the
+            predictive distribution whose negative log-likelihood is the loss,
+            see `tfkfac.register_distribution`; example weights count once,
             not squared. None is "empirical" where all labels are classes or a
             distribution is not known, else "monte_carlo". Defaults to None.
         solver: "inverse" (Cholesky inverses with factored damping) or "eigen"
-            (eigen-decompositions, exact damping), or the name of a solver of
-            one's own, see `tfkfac.register_solver`.
-            Defaults to "inverse".
+            (eigen-decompositions, exact damping), or the name of a custom
+            solver, see `tfkfac.register_solver`. Defaults to "inverse".
         distribution: Mode in which the workers of a `tf.distribute` job share
             the work: "comm_opt", "mem_opt", "hybrid_opt", "dp_kfac",
-            or a `tfkfac.Distribution`, which says more. Without effect on a
+            or a `tfkfac.Distribution` for more options. Without effect on a
             single device. Defaults to "comm_opt".
-        gradient_worker_fraction: Share of the workers that are gradient
+        gradient_worker_fraction: Fraction of the workers that are gradient
             workers of a layer, with `distribution="hybrid_opt"`; see
             `tfkfac.Distribution`. None is 0.5 there. Defaults to None.
         factor_update_interval: Steps between updates of the factors: an
             integer or a schedule. None is every step at first, every 5 from
             step 20, every 20 from step 100.
         inverse_update_interval: The same for the decompositions. None is 5
-            at first, 20 from step 20, 100 from step 100. Each is renewed once
-            in an interval: where they are little work, all at its start; in
-            a large model in up to four groups over the interval, so that no
-            step takes much longer than the others. The first ones are made
-            as soon as there are factors.
+            at first, 20 from step 20, 100 from step 100. Each is updated once
+            per interval: all together in a small model, in up to four groups
+            over the interval in a large model, so that no step takes much
+            longer than the others. The first decompositions are computed as
+            soon as there are factors.
         factor_decay: Weight of the old factors in the running average, in
             [0, 1). Defaults to 0.95.
-        factor_batch_fraction: Share of the examples of a batch that a factor
-            update looks at, in (0, 1]: at least one, evenly spaced over the
-            batch of each worker, and other ones in the next update. They
-            stand for all, so the factors' scale is the same; their noise
-            grows. None is a quarter, but at least 64 examples of all workers
-            together whose statistics are added up: smaller batches are taken
-            whole. A number is exactly that.
-        weight_sharing: "expand" or "reduce": what weights used at several
-            positions are approximated by (Eschenhagen et al., 2023). "average"
+        factor_batch_fraction: Fraction of the examples of a batch in a factor
+            update, in (0, 1]: at least one example, evenly spaced over the
+            batch of each worker, and different examples in the next update.
+            The scale of the factors does not change; their noise grows. None
+            is a quarter, but at least 64 examples over all workers whose
+            statistics are summed: smaller batches are used completely. A
+            number has no such minimum.
+        weight_sharing: "expand" or "reduce": approximation for weights used at
+            several positions (Eschenhagen et al., 2023). "average"
             is DP-KFAC as printed (eq. 13), the mean over the positions of the
             gradients too, where "reduce" has their sum: with S positions G is
             S^2 times smaller than the Fisher matrix', and `damping` weighs
@@ -173,7 +171,7 @@ class KFAC(SecondOrderOptimizer):
         gradient_accumulation_steps: Number of micro-batches, at least 2, that
             make one step together, as if they were one batch: gradients and
             statistics are added up, and all intervals count steps. None is 1.
-            That of the inner optimizer is taken over.
+            The inner optimizer's setting is taken over.
         max_skipped_steps: Number of consecutive steps with gradients that are
             not finite after which training raises an error on all workers, at
             least 1; see `check_skipped_steps`. None is no limit. Defaults to
@@ -225,7 +223,7 @@ class KFAC(SecondOrderOptimizer):
         )
         settings = KFACSettings(
             step=step,
-            # In natural-gradient steps the inner optimizer has it.
+            # The inner optimizer has the momentum of natural-gradient steps.
             momentum=momentum if step == "spectral" else None,
             damping=Hyperparameter("damping", damping),
             kl_clip=Hyperparameter(
@@ -265,7 +263,7 @@ class KFAC(SecondOrderOptimizer):
     @property
     def gradient_accumulation_steps(self) -> int | None:
         """Number of micro-batches of a step, None for 1."""
-        if self._is_building:  # Keras would make sums of its own
+        if self._is_building:  # Keras would accumulate gradients itself
             return None
         return self.method.settings.gradient_accumulation_steps
 
@@ -281,11 +279,11 @@ class KFAC(SecondOrderOptimizer):
 
     @property
     def last_step(self) -> dict[str, float]:
-        """Numbers of the last step by name; empty before the first.
+        """Metrics of the last step by name; empty before the first step.
 
-        "clip_factor" is what `kl_clip` has multiplied the step by, at most 1;
+        "clip_factor" is the factor from `kl_clip` on the step, at most 1;
         "length" is the squared length of the step in the Fisher metric, after
-        the clip and before the momentum; "damping" is that of the next
+        the clip and before the momentum; "damping" is the damping of the next
         decomposition.
         """
         if not self.built:
@@ -299,18 +297,18 @@ class KFAC(SecondOrderOptimizer):
 
     @property
     def inverse_updates(self) -> tf.Variable:
-        """Number of steps so far that have renewed decompositions."""
+        """Number of steps so far that have updated decompositions."""
         return self.method.states[0].inverse_updates
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:
         """Returns the bias-corrected averages of the factors.
 
         Returns:
-            For each layer path its "A" and "G" as arrays, those that this
-            process keeps, on all of its replicas; zeros before the first
-            update. A diagonal is a vector; of a factor with more than
-            `max_factor_dim` rows it is the approximation, written out as a
-            matrix. A block without one of the two leaves it out.
+            For each layer path the arrays "A" and "G" that this process keeps,
+            on all of its replicas; zeros before the first update. A diagonal
+            factor is a vector; a factor with more than `max_factor_dim` rows
+            is its approximation as a dense matrix. Factors that a block does
+            not have are omitted.
 
         Raises:
             ValueError: If the optimizer has not been built by a first step.
@@ -340,8 +338,8 @@ class KFAC(SecondOrderOptimizer):
         Known before training, for a built model.
 
         Returns:
-            For a "plain" step, one that also updates the "factor"s and one
-            that also renews all "inverse"s, the bytes of "gradients",
+            For a "plain" step, a step that also updates the "factor"s and one
+            that also updates all "inverse"s, the bytes of "gradients",
             "factors", "decompositions" and "preconditioned_gradients". Two
             more numbers for each dense layer that is preconditioned by its
             rows, and what synchronised layers add up for sampled labels, are
@@ -360,5 +358,5 @@ class KFAC(SecondOrderOptimizer):
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor."""
         rest = self.rest_optimizer
-        saved = INNER if rest is None else serialize_keras_object(rest)
-        return super().get_config() | {"rest_optimizer": saved}
+        saved_rest = INNER if rest is None else serialize_keras_object(rest)
+        return super().get_config() | {"rest_optimizer": saved_rest}

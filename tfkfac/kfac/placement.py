@@ -63,7 +63,7 @@ class BlockCost:
         workers: int,
         num_scalars: int = 0,
     ) -> Self:
-        """Return the cost of a block; `workers` all-reduce its gradient.
+        """Return the cost of a block in a job with `workers` workers.
 
         `num_scalars` scalars are sent with the preconditioned gradient.
         """
@@ -73,17 +73,17 @@ class BlockCost:
         for factor in factors.values():
             total = math.prod(wire.shape(factor.storage))
             statistics_bytes += total * (wire.factor_dtype or block.dtype).size
-            # The number of rows and, in half precision, the units are sent in
-            # the dtype of the block.
-            units = math.prod(factor.storage.scale_shape)
+            # Add the row count and, in half precision, the scales, which are
+            # sent in the dtype of the block.
+            scales = math.prod(factor.storage.scale_shape)
             statistics_bytes += item * (
-                1 + units * (wire.factor_dtype is not None)
+                1 + scales * (wire.factor_dtype is not None)
             )
-        parts = {}
+        sent_bytes = {}
         for name in factors:
             sent = solver.parts(factors, name).values()
             elements = sum(math.prod(wire.shape(spec)) for spec in sent)
-            parts[name] = elements * dtype.size
+            sent_bytes[name] = elements * dtype.size
         *stack, inputs, outputs = block.gradient_shape
         vectors = {"A": outputs, "G": inputs}
         per_vector = {n: f.multiplications for n, f in factors.items()}
@@ -95,12 +95,12 @@ class BlockCost:
             factors={n: f.elements * item for n, f in factors.items()},
             decomposition=sum(spec.elements for spec in stored) * dtype.size,
             statistics=statistics_bytes,
-            parts=parts,
+            parts=sent_bytes,
             gradient=(math.prod(block.gradient_shape) + num_scalars) * item,
             decompositions={
                 n: (f.operations, f.elements) for n, f in factors.items()
             },
-            # To the eigenbasis and back.
+            # Count twice for an eigensolver: to the eigenbasis and back.
             precondition=matrix if solver.is_explicit else 2 * matrix,
             largest_rows=most_rows(factors, workers) if takes_rows else 0,
             row=row + (inputs * outputs if workers > 1 else 0),
@@ -115,7 +115,7 @@ class BlockCost:
 
 
 class Loads:
-    """Sums of costs over the layers of each worker of a plan."""
+    """Costs per worker: sums over the layers that a plan assigns to each."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -123,15 +123,15 @@ class Loads:
         self._columns = np.array(columns, np.int64)
 
     def owned(self, values: Sequence[Mapping[str, float]]) -> Numbers:
-        """Sums of values per factor over the factors that each worker owns."""
+        """Sum per-factor values over the factors that each worker owns."""
         sums = np.zeros(self.plan.workers)
-        for layer, named in zip(self.plan.layers, values, strict=True):
-            for name, value in named.items():
+        for layer, by_name in zip(self.plan.layers, values, strict=True):
+            for name, value in by_name.items():
                 sums[layer.owners[name]] += value
         return sums
 
     def preconditioned(self, values: Sequence[float]) -> Numbers:
-        """Sums of values per layer over the layers a worker preconditions."""
+        """Sum per-layer values over the layers that a worker preconditions."""
         sums = np.zeros(self.plan.columns)
         np.add.at(sums, self._columns, values)
         return np.resize(sums, self.plan.workers)
@@ -160,18 +160,18 @@ class Loads:
             np.full(plan.workers, all_reduce_bytes(size, plan.workers))
             for size in (statistics, gradients)
         )
-        parts = self.preconditioned([sum(c.parts.values()) for c in costs])
+        total = self.preconditioned([sum(c.parts.values()) for c in costs])
         local = self.preconditioned([c.gradient for c in costs])
         return {
             "gradients": reduced_gradients,
             "factors": reduced_statistics,
-            "decompositions": parts - self.owned([c.parts for c in costs]),
+            "decompositions": total - self.owned([c.parts for c in costs]),
             "preconditioned_gradients": sum(c.gradient for c in costs) - local,
         }
 
 
 class Placement:
-    """The blocks of a model on the workers of a job.
+    """Assignment of the blocks of a model to the workers of a job.
 
     `num_scalars` scalars are sent with each preconditioned gradient.
 
@@ -262,7 +262,7 @@ class Placement:
         )
 
     def momentum_bytes(self, rank: int) -> int:
-        """Bytes of a worker's momenta, plain and preconditioned."""
+        """Bytes of a worker's momenta, plain and whitened."""
         return sum(
             2 * math.prod(block.gradient_shape) * block.dtype.size
             for i, block in enumerate(self.blocks)
@@ -282,18 +282,18 @@ class Placement:
         }
 
 
-# Default schedule (measured): steps at which the second and third interval
-# begin, and the intervals. They are short while the curvature changes fast.
+# Default schedule (measured): the second and third interval begin at these
+# steps. The intervals are short while the curvature changes fast.
 _BOUNDARIES = (20, 100)
 FACTORS = (1, 5, 20)
 INVERSES = (5, 20, 100)
 
-# Inverse updates are divided into groups that run in different
-# steps. Each group is a branch of the graph, which limits their number.
+# Maximum number of groups of inverse updates, which run in different steps.
+# Each group is a branch of the graph.
 _MAX_GROUPS = 4
-# Least multiplications that justify a group: about 10 ms on one core.
+# Multiplications that one group may always have: about 10 ms on one core.
 _MIN_OPERATIONS = 2 * 10**8
-# Upper bound of the largest group, relative to the largest block.
+# Limit on the operations of a group, relative to the largest block.
 _SLACK = 1.5
 
 
@@ -307,9 +307,9 @@ def steps_between(
     if interval.get() is not None:
         return interval.at(clock)
     first, second = _BOUNDARIES
-    short, middle, long = (tf.constant(i, tf.int64) for i in default)
-    late = tf.where(clock < second, middle, long)
-    return tf.where(clock < first, short, late)
+    early, middle, late = (tf.constant(i, tf.int64) for i in default)
+    late = tf.where(clock < second, middle, late)
+    return tf.where(clock < first, early, late)
 
 
 def assign_groups(operations: Sequence[int]) -> tuple[int, ...]:
@@ -328,7 +328,7 @@ def assign_groups(operations: Sequence[int]) -> tuple[int, ...]:
 
 
 def _largest_group(operations: Sequence[int], groups: Sequence[int]) -> int:
-    """Operations of the largest group."""
+    """Number of operations of the largest group."""
     sums: Counter[int] = Counter()
     for count, group in zip(operations, groups, strict=True):
         sums[group] += count

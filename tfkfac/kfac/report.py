@@ -33,14 +33,14 @@ class Advice:
     """Issue each warning once, on the worker of replica 0."""
 
     def __init__(self) -> None:
-        self._given: set[str] = set()
+        self._issued: set[str] = set()
 
     def give(self, job: Job, text: str | None, key: str | None = None) -> None:
-        """Warn if there is a text and its key, by default itself, is new."""
+        """Issue a warning once per key; the default key is the text."""
         key = key or text
-        if text is None or key is None or key in self._given:
+        if text is None or key is None or key in self._issued:
             return
-        self._given.add(key)
+        self._issued.add(key)
         if 0 in job.topology.local:
             warnings.warn(text, stacklevel=3)
 
@@ -52,7 +52,7 @@ def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
     large or belongs to the last layer. Layers that arguments or the step rule
     exclude, and matrices that the step rule trains itself, do not count.
     """
-    intended = SKIPPED, EXCLUDED
+    intended_reasons = SKIPPED, EXCLUDED
     plain = {id(variable) for _, variable in rule.plain_matrices(registry)}
     uncovered = [
         dataclasses.replace(
@@ -60,17 +60,17 @@ def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
             variables=tuple(v for v in item.variables if id(v) not in plain),
         )
         for item in registry.left
-        if item.reason not in intended
+        if item.reason not in intended_reasons
     ]
     uncovered = [item for item in uncovered if item.variables]
     covered = registry.covered
     matrices = count_weights([v for _, v in rule.plain_matrices(registry)])
     total = covered + matrices + sum(item.weights for item in uncovered)
-    last = {id(w) for layer in last_layers(job.model) for w in layer.weights}
+    last_ids = {id(w) for x in last_layers(job.model) for w in x.weights}
 
     def is_important(item: Leftover) -> bool:
         return any(
-            count_weights([v]) > _LARGE * total or id(v) in last
+            count_weights([v]) > _LARGE * total or id(v) in last_ids
             for v in item.variables
         )
 
@@ -87,8 +87,8 @@ def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
     uncovered.sort(key=lambda item: item.weights, reverse=True)
     named = [
         f"{item.path or '(model)'} ({item.weights:,} weights: {item.reason})"
-        for place, item in enumerate(uncovered)
-        if place < _NUM_NAMED or is_important(item)
+        for rank, item in enumerate(uncovered)
+        if rank < _NUM_NAMED or is_important(item)
     ]
     named += ["..."] if len(uncovered) > len(named) else []
     return (
@@ -128,7 +128,7 @@ def describe(
     rule: Natural,
     sizes: Mapping[str, int],
 ) -> list[str]:
-    """The lines of the summary.
+    """Return the lines of the summary.
 
     Args:
         job: The job.
@@ -157,16 +157,16 @@ def describe(
     else:
         lines.append("No layer is preconditioned.")
     plain = rule.plain_matrices(placement.registry)
-    keys = {id(variable) for _, variable in plain}
+    plain_ids = {id(variable) for _, variable in plain}
     leftovers = [
-        (left.path, variable, left.reason)
-        for left in placement.registry.left
-        for variable in left.variables
+        (leftover.path, variable, leftover.reason)
+        for leftover in placement.registry.left
+        for variable in leftover.variables
     ]
     role, _ = rest_role_and_class(job)
     for title, is_plain in (
         ("No curvature, orthogonalised momentum:", True),
-        (f"Left to the {role} as they are:", False),
+        (f"Trained by the {role}, without curvature:", False),
     ):
         rows = [
             (
@@ -176,7 +176,7 @@ def describe(
                 reason,
             )
             for path, variable, reason in leftovers
-            if (id(variable) in keys) == is_plain
+            if (id(variable) in plain_ids) == is_plain
         ]
         if rows:
             lines += ["", title]
@@ -188,8 +188,8 @@ def describe(
 def fisher_text(argument: str | None, choice: Choice | None) -> str:
     """Summary line of the Fisher matrix; no `choice` before training."""
     if choice is None:
-        text = argument or "chosen by the loss when training"
-        return f"Fisher matrix: {text}"
+        description = argument or "chosen by the loss when training"
+        return f"Fisher matrix: {description}"
     reason = f" ({choice.reason})" if choice.reason else ""
     return f"Fisher matrix: {choice.type}{reason}"
 
@@ -197,7 +197,7 @@ def fisher_text(argument: str | None, choice: Choice | None) -> str:
 def block_row(
     placement: Placement, states: Sequence[State], layer: int
 ) -> tuple[str, ...]:
-    """Table row of one block; bytes on this worker."""
+    """Table row of one block, with the bytes of its state on this worker."""
     block, rank = placement.blocks[layer], placement.topology.local[0]
     row = [
         block.path,
@@ -216,7 +216,7 @@ def block_row(
 
 
 def factor_text(block: Block, name: str, states: Sequence[State]) -> str:
-    """Type of one factor; for a low-rank one, its fraction of the trace."""
+    """Type of a factor; with the fraction of the trace if it is low-rank."""
     spec = block.factors.get(name)
     if spec is None:
         return "-"
@@ -237,12 +237,12 @@ def totals(placement: Placement, sizes: Mapping[str, int]) -> str:
     uncovered = sum(item.weights for item in placement.registry.left)
     topology = placement.topology
     worker = f" of worker {topology.local[0]}" if topology.replicas > 1 else ""
-    texts = [
+    state_sizes = [
         f"{name.replace('_', ' ')} {bytes_text(size)}"
         for name, size in sizes.items()
         if name != "total"
     ]
     return (
         f"Preconditioned weights: {covered:,} of {covered + uncovered:,}. "
-        f"State{worker}: {', '.join(texts)}."
+        f"State{worker}: {', '.join(state_sizes)}."
     )

@@ -27,17 +27,17 @@ from tfkfac.shell.rest import (
     default_rest_rate,
 )
 
-# Default learning rate of natural-gradient steps, bounded by the KL clip.
+# Default learning rate of natural-gradient steps, whose length is clipped.
 RATE = 0.1
 DEFAULT_KL_CLIP = 0.02
 STEPS = ("natural", "spectral")
 # Rate of Adam for uncovered weights, if the rate of spectral steps is 1.
 SPECTRAL_REST_RATE = 0.01
 # Default fraction of gradient workers in HYBRID-OPT (KAISA, section 5).
-_HALF = 0.5
+_HYBRID_FRACTION = 0.5
 WEIGHT_SHARING = ("expand", "reduce", "average")
 _DTYPES = ("float32", "bfloat16", "float16")
-# Key of a layer class in a config.
+# Key under which a config stores the name of a layer class.
 _CLASS = "layer_class"
 _FLAGS = (
     ("a", re.ASCII),
@@ -114,10 +114,10 @@ class Distribution(Settings):
             )
 
     def _check_fraction(self, name: str, value: Any) -> float | None:
-        """Check the fraction of gradient workers, and replace None."""
+        """Check the fraction of gradient workers; replace None by a default."""
         is_hybrid = self.mode == "hybrid_opt"
         if value is None:
-            return _HALF if is_hybrid else None
+            return _HYBRID_FRACTION if is_hybrid else None
         if not is_hybrid or not is_number(value) or not 0 < value <= 1:
             raise ValueError(
                 f"Argument `{name}` must be a number in (0, 1] with "
@@ -133,7 +133,7 @@ class Distribution(Settings):
 
     @property
     def storage_dtype(self) -> tf.DType | None:
-        """Dtype of stored decompositions; None means that of the factors."""
+        """Dtype of stored decompositions; None means the dtype of factors."""
         return self.inverse_dtype and tf.as_dtype(self.inverse_dtype)
 
 
@@ -166,8 +166,8 @@ def check_distribution(name: str, value: Any) -> str | Distribution:
     """
     if isinstance(value, Distribution):
         return value
-    others = " or a `tfkfac.Distribution`"
-    return check_choice(name, value, tuple(MODES), others)
+    alternatives = " or a `tfkfac.Distribution`"
+    return check_choice(name, value, tuple(MODES), alternatives)
 
 
 def check_batch_fraction(name: str, value: Any) -> float | None:
@@ -187,7 +187,7 @@ def check_batch_fraction(name: str, value: Any) -> float | None:
 
 
 def check_layer_rules(name: str, value: Any) -> tuple[LayerRule, ...]:
-    """Return the tuple of entries (names, patterns, classes) of an argument.
+    """Return an argument's rules (names, patterns, classes) as a tuple.
 
     Raises:
         ValueError: If an entry is invalid, see `check_layer_rule`.
@@ -204,7 +204,7 @@ def check_layer_rules(name: str, value: Any) -> tuple[LayerRule, ...]:
 
 
 def check_layer_rule(name: str, rule: Any) -> LayerRule:
-    """Return a valid entry of an argument; look up a class from a config.
+    """Check a layer rule; look up the class if the rule comes from a config.
 
     Raises:
         ValueError: If the rule is not a regular expression, pattern or class.
@@ -253,14 +253,14 @@ def check_spectral(
             `rest_optimizer` is "inner".
     """
     names = ("momentum", "clipnorm", "clipvalue", "global_clipnorm")
-    changes = [name for name in names if getattr(inner, name, None)]
-    if type(inner) is not keras.optimizers.SGD or changes:
+    forbidden = [name for name in names if getattr(inner, name, None)]
+    if type(inner) is not keras.optimizers.SGD or forbidden:
         raise ValueError(
             "Argument `inner_optimizer` must be SGD without momentum or "
             "clipping with step='spectral', which has a length and a momentum "
             "of its own. Pass step='natural' for another inner optimizer, or "
             "`rest_optimizer` for the uncovered weights. Received: "
-            f"inner_optimizer={type(inner).__name__}({', '.join(changes)})"
+            f"inner_optimizer={type(inner).__name__}({', '.join(forbidden)})"
         )
     if rest_optimizer == INNER:
         raise ValueError(
@@ -273,7 +273,7 @@ def check_spectral(
 def choose_step(
     step: Any, inner_optimizer: Any, learning_rate: Any, kl_clip: Any
 ) -> str:
-    """Return the type of step; None is "natural" with arguments of the papers.
+    """Return the type of step; for None, choose by the other arguments.
 
     Raises:
         ValueError: If `step` is not a type of step.
@@ -296,18 +296,18 @@ def choose_optimizers(
     """Return the inner and the rest optimizer for the arguments of `KFAC`.
 
     Raises:
-        ValueError: If they are not allowed with this step.
+        ValueError: If the arguments are not allowed with this step.
     """
     defaults: dict[str, Any] = {
         "learning_rate": FitDecay(RATE),
         "momentum": 0.5,
     }
-    chosen = {"learning_rate": learning_rate, "momentum": momentum}
+    arguments = {"learning_rate": learning_rate, "momentum": momentum}
     if step == "spectral":
         defaults = {"learning_rate": FitDecay(1.0), "momentum": 0.0}
-        del chosen["momentum"]  # momentum of the spectral step, not of SGD
+        del arguments["momentum"]  # momentum of the spectral step, not of SGD
     sgd = keras.optimizers.SGD
-    inner = check_inner(choose_inner(inner_optimizer, sgd, defaults, chosen))
+    inner = check_inner(choose_inner(inner_optimizer, sgd, defaults, arguments))
     if step == "spectral":
         check_spectral(inner, rest_optimizer)
         rate = ProportionalRate(SPECTRAL_REST_RATE, 1.0)

@@ -31,7 +31,7 @@ from tfkfac.solvers import Solver
 from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
 
-# Fault counters of `Counters` with their text in the list of events.
+# Names of the fault counters, each with its text in the list of events.
 FAULTS = {
     "rejected": "statistics not finite in",
     "dropped": "factors dropped of",
@@ -68,7 +68,7 @@ class Preconditioner(Tracked):
                 self.momentum = Momentum(block) if has_momentum else None
 
     def entries(self) -> list[Entry]:
-        """Return the entries to save, under the current path of the block."""
+        """Return the checkpoint entries, under the block's current path."""
         return [
             dataclasses.replace(entry, layer=self.block.path)
             for slots in (self.factors, self.decomposition, self.momentum)
@@ -101,7 +101,7 @@ class State(Tracked):
     def fill(
         self, placement: Placement, rank: int, has_momenta: bool = False
     ) -> None:
-        """Create the state of the blocks; reuse existing state of equal keys.
+        """Create the state of each block, or reuse state with an equal key.
 
         Blocks keep their state when the optimizer is attached again, see
         `same_shape_key`.
@@ -109,8 +109,8 @@ class State(Tracked):
         if has_momenta:
             self.length = self.length or SpectralLength()
             self._fill_plain(placement)
-        before = self.preconditioners
-        by_key = {same_shape_key(p.block): p for p in before}
+        previous = self.preconditioners
+        by_key = {same_shape_key(p.block): p for p in previous}
         self.preconditioners = tuple(
             by_key.get(same_shape_key(block))
             or Preconditioner(
@@ -123,14 +123,14 @@ class State(Tracked):
             )
             for i, block in enumerate(placement.blocks)
         )
-        old = {id(p): i for i, p in enumerate(before)}
+        position_by_id = {id(p): i for i, p in enumerate(previous)}
         old_positions = {}
         for i, block in enumerate(placement.blocks):
             preconditioner = self.preconditioners[i]
-            # The summary reads the attributes of the current registry's block.
+            # Refer to the block of the current registry, for the summary.
             preconditioner.block = block
-            if id(preconditioner) in old:
-                old_positions[i] = old[id(preconditioner)]
+            if id(preconditioner) in position_by_id:
+                old_positions[i] = position_by_id[id(preconditioner)]
         paths = tuple(block.path for block in placement.blocks)
         if self.counters.paths != paths:
             counters = Counters(paths)
@@ -138,17 +138,17 @@ class State(Tracked):
             self.counters = counters
 
     def _fill_plain(self, placement: Placement) -> None:
-        """Create the momenta of plain matrices; reuse those that exist."""
-        known = {id(matrix.variable): matrix for matrix in self.plain}
+        """Create the momenta of uncovered matrices; keep existing momenta."""
+        existing = {id(matrix.variable): matrix for matrix in self.plain}
         self.plain = tuple(
-            known.get(id(variable)) or PlainMatrix(path, variable)
+            existing.get(id(variable)) or PlainMatrix(path, variable)
             for path, variable in plain_matrices(placement.registry.leftovers)
         )
 
     def accumulate(
         self, steps: int, placement: Placement, rank: int, job: Job
     ) -> None:
-        """Create the sums over micro-batches, unless they fit the blocks."""
+        """Create the sums over micro-batches; keep sums that fit the blocks."""
         observed = {
             i: block
             for i, block in enumerate(placement.blocks)
@@ -163,7 +163,7 @@ class State(Tracked):
         decay: float,
         due: tf.Tensor,
     ) -> tf.Tensor:
-        """Update the averages on this worker by statistics, by position.
+        """Update this worker's factor averages by the statistics of each block.
 
         If the update is not due, only blocks without statistics are updated.
 
@@ -176,16 +176,16 @@ class State(Tracked):
         updated: dict[int, tf.Tensor] = {}
         finite: dict[int, tf.Tensor] = {}
         valid: dict[int, tf.Tensor] = {}
-        for i, named in sorted(statistics.items()):
+        for i, by_name in sorted(statistics.items()):
             preconditioner = self.preconditioners[i]
             if preconditioner.factors is not None:
                 updated[i], finite[i], valid[i] = preconditioner.factors.update(
-                    named, decay, due_list[i]
+                    by_name, decay, due_list[i]
                 )
-            else:  # The averages are stored by other workers.
+            else:  # Other workers store these averages.
                 specs = preconditioner.block.factors
-                complete, good = check_statistics(specs, named)
-                updated[i] = due_list[i] & complete & good
+                complete, is_finite = check_statistics(specs, by_name)
+                updated[i] = due_list[i] & complete & is_finite
         count_each(
             due_flags & ~counters.flags(finite),
             counters.rejected,
@@ -207,7 +207,7 @@ class State(Tracked):
     def decompose(
         self, places: Sequence[int], solver: Solver, damping: tf.Tensor
     ) -> dict[int, Tensors]:
-        """Decompose this worker's factors of the blocks at `places`."""
+        """Decompose this worker's factors of the blocks at indices `places`."""
         parts: dict[int, Tensors] = {}
         for i, preconditioner in enumerate(self.preconditioners):
             if i in places and preconditioner.factors is not None:
@@ -225,7 +225,7 @@ class State(Tracked):
         damping: tf.Tensor,
         due: tf.Tensor,
     ) -> None:
-        """Replace the decompositions that are due, where they are finite."""
+        """Replace the decompositions that are due and finite."""
         counters = self.counters
         due_list = tf.unstack(due)
         finite = {}
@@ -246,9 +246,9 @@ class State(Tracked):
         counters.decomposed.assign_add(tf.cast(due, tf.int64))
 
     def contents(self, placement: Placement, rank: int) -> Contents:
-        """Return the entries to save, and the sections of a saved file."""
+        """Return the checkpoint entries, and the sections of a saved file."""
         plan, counters = placement.plan, self.counters
-        # Owners that use only their local batches count their own updates.
+        # In "dp_kfac", owners have separate batches and update counts.
         spread = Spread.REPLICATED if plan.shares_clocks else Spread.EACH
         entries = [
             Entry("", "factor_updates", self.factor_updates, spread),
@@ -272,17 +272,17 @@ class State(Tracked):
         pending = [] if self.pending is None else [self.pending]
         for sums in pending:
             entries += sums.entries()
-        spectral: list[Slots | None] = [
+        spectral_slots: list[Slots | None] = [
             p.momentum for p in self.preconditioners
         ]
-        spectral += [self.length, *self.plain]
+        spectral_slots += [self.length, *self.plain]
         for matrix in self.plain:
             entries += matrix.entries()
-        for slots in (*pending, *filter(None, spectral)):
+        for slots in (*pending, *filter(None, spectral_slots)):
             resets[slots.section].append(slots.reset)
         layers = tuple(block.path for block in placement.blocks)
-        parts = {name: _call_all(calls) for name, calls in resets.items()}
-        return Contents(entries, layers, parts)
+        reset_calls = {name: _call_all(calls) for name, calls in resets.items()}
+        return Contents(entries, layers, reset_calls)
 
     def events(self) -> list[tuple[str, tf.Variable]]:
         """Return the texts and counts of abnormal events."""
@@ -331,7 +331,7 @@ def same_shape_key(block: Block) -> Hashable:
 
 
 class Counters(Slots):
-    """Counters of every block on one replica, as vectors by position.
+    """Event counters on one replica; each is a vector with a number per block.
 
     One variable per counter lets a step update all blocks at once.
 
@@ -348,21 +348,21 @@ class Counters(Slots):
     def __init__(self, paths: Sequence[str]) -> None:
         super().__init__("counters")
         self.paths = tuple(paths)
-        self.observed = self._numbers("observed")
-        self.decomposed = self._numbers("decomposed")
-        self.unexplained = self._numbers("unexplained_gradients")
-        self.rejected = self._numbers("rejected_statistics")
-        self.dropped = self._numbers("dropped_factors")
-        self.failures = self._numbers("failed_decompositions")
-        self.plain = self._numbers("plain_gradients")
+        self.observed = self._counter("observed")
+        self.decomposed = self._counter("decomposed")
+        self.unexplained = self._counter("unexplained_gradients")
+        self.rejected = self._counter("rejected_statistics")
+        self.dropped = self._counter("dropped_factors")
+        self.failures = self._counter("failed_decompositions")
+        self.plain = self._counter("plain_gradients")
 
-    def _numbers(self, name: str) -> tf.Variable:
+    def _counter(self, name: str) -> tf.Variable:
         return self.slot(name, [len(self.paths)], saved=False)
 
     def copy_from(
         self, other: "Counters", positions: Mapping[int, int]
     ) -> None:
-        """Copy counters; `positions` maps each position to that in `other`."""
+        """Copy counters of `other`; `positions` maps new to old positions."""
         for variable, source in zip(
             self.variables, other.variables, strict=True
         ):
@@ -374,8 +374,8 @@ class Counters(Slots):
     def events(self) -> list[tuple[str, "Number"]]:
         """Return the text and count of each fault of each block."""
         return [
-            (f"{text} {path}", Number(getattr(self, name), i))
-            for name, text in FAULTS.items()
+            (f"{description} {path}", Number(getattr(self, name), i))
+            for name, description in FAULTS.items()
             for i, path in enumerate(self.paths)
         ]
 
@@ -402,7 +402,7 @@ class Counters(Slots):
         by_position: Mapping[int, tf.Tensor | None],
         otherwise: bool = True,
     ) -> tf.Tensor:
-        """Return a bool per block: `by_position`, else `otherwise`."""
+        """Return a bool per block: its flag, or `otherwise` if it has none."""
         if not self.paths:
             return tf.zeros([0], tf.bool)
         default = tf.constant(otherwise)
@@ -415,22 +415,22 @@ class Number:
 
     def __init__(self, numbers: tf.Variable, place: int) -> None:
         self._numbers = numbers
-        self._place = place
+        self._index = place
         self.shape, self.dtype = tf.TensorShape([]), numbers.dtype
 
     def numpy(self) -> int:
         """Return the value of the element as a NumPy scalar."""
-        return self._numbers.numpy()[self._place]
+        return self._numbers.numpy()[self._index]
 
     def assign(self, value: tf.Tensor) -> None:
         """Assign a value to the element."""
         self._numbers.assign(
-            tf.tensor_scatter_nd_update(self._numbers, [[self._place]], [value])
+            tf.tensor_scatter_nd_update(self._numbers, [[self._index]], [value])
         )
 
 
 class Clip(NamedTuple):
-    """Result of the clip of one step."""
+    """Clip factor of one step, and the squared length before the clip."""
 
     factor: tf.Tensor
     """Factor that multiplies the preconditioned gradients."""
@@ -438,15 +438,15 @@ class Clip(NamedTuple):
     """Squared Fisher length of the step before the clip."""
 
 
-# Step metrics; NaN where not applicable.
+# Names of the step metrics; a metric is NaN where it does not apply.
 _NAMES = ("clip_factor", "length", "damping")
-# Clip hint: of the first `FIRST` steps, at least `MANY` have a clip factor
-# below `LITTLE` and a squared Fisher length over `_LONG` before the clip.
-FIRST, MANY, LITTLE, _LONG = 20, 12, 0.1, 2.0
-# Clip factor, times the learning rate over its default, that triggers the hint
-# if inputs are far from unit scale. On raw pixels, dense layers of 64 units
-# have factors of 0.1 to 0.15 from step 6 on.
-SHORT = 0.25
+# Print the clip hint in step `HINT_STEP` if in at least `MIN_CLIPPED` steps the
+# clip factor was below `LOW_FACTOR` and the squared length over `_MIN_LENGTH`.
+HINT_STEP, MIN_CLIPPED, LOW_FACTOR, _MIN_LENGTH = 20, 12, 0.1, 2.0
+# A step counts for the hint at inputs far from unit scale if its clip factor
+# times (learning rate / default) is below this bound. On raw pixels, dense
+# layers of 64 units have factors of 0.1 to 0.15 from step 6 on.
+LOW_SCALED_FACTOR = 0.25
 
 
 class StepReport(Slots):
@@ -454,9 +454,9 @@ class StepReport(Slots):
 
     Attributes:
         steps: Number of steps so far.
-        clipped: Number of the first steps with a clip factor below `LITTLE`.
+        clipped: Number of first steps with a clip factor below `LOW_FACTOR`.
         short: Number of the first steps with a scaled clip factor below
-            `SHORT`.
+            `LOW_SCALED_FACTOR`.
         hints: Number of clip hints.
     """
 
@@ -477,24 +477,24 @@ class StepReport(Slots):
         damping: tf.Tensor,
         rate: tf.Tensor | None,
     ) -> tf.Tensor:
-        """Record a step.
+        """Record the metrics of a step, and count strongly clipped steps.
 
         `rate` is SGD's learning rate, or None for another inner optimizer.
 
         Returns:
-            Scalar bool, True in step `FIRST` if most steps were short.
+            Scalar bool, True in step `HINT_STEP` if most steps were short.
         """
         length = tf.square(clip.factor) * clip.length
         self.assign(clip_factor=clip.factor, length=length, damping=damping)
-        early = self.steps <= FIRST
-        long = (clip.factor < LITTLE) & (clip.length > _LONG)
-        self.clipped.assign_add(tf.cast(early & long, tf.int64))
-        short = long
+        is_early = self.steps <= HINT_STEP
+        is_clipped = (clip.factor < LOW_FACTOR) & (clip.length > _MIN_LENGTH)
+        self.clipped.assign_add(tf.cast(is_early & is_clipped, tf.int64))
+        is_short = is_clipped
         if rate is not None:
             scaled = clip.factor * tf.cast(rate / RATE, clip.factor.dtype)
-            short |= tf.maximum(scaled, clip.factor) < SHORT
-        self.short.assign_add(tf.cast(early & short, tf.int64))
-        return tf.equal(self.steps, FIRST) & (self.short >= MANY)
+            is_short |= tf.maximum(scaled, clip.factor) < LOW_SCALED_FACTOR
+        self.short.assign_add(tf.cast(is_early & is_short, tf.int64))
+        return tf.equal(self.steps, HINT_STEP) & (self.short >= MIN_CLIPPED)
 
     def assign(self, **values: tf.Tensor) -> None:
         """Assign metrics of a step, by name."""

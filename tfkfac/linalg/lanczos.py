@@ -17,7 +17,7 @@ from tfkfac.linalg.vectors import row_products
 
 Product = Callable[[tf.Tensor], tf.Tensor]
 
-# Rows per block of an eager basis; a full block is stacked once.
+# Rows per matrix of the basis in eager mode; full matrices are stacked once.
 _BLOCK_ROWS = 8
 
 
@@ -27,7 +27,7 @@ def coefficients(matrices: Sequence[tf.Tensor], vector: tf.Tensor) -> tf.Tensor:
 
 
 def combine(matrices: Sequence[tf.Tensor], weights: tf.Tensor) -> tf.Tensor:
-    """Linear combinations of all rows, with weights `(k, rows)`."""
+    """Compute k linear combinations of all rows; weights are `(k, rows)`."""
     return tf.add_n(_terms(matrices, weights))
 
 
@@ -42,8 +42,8 @@ def project_out(
 def _terms(
     matrices: Sequence[tf.Tensor], weights: tf.Tensor
 ) -> list[tf.Tensor]:
-    parts = tf.split(weights, [tf.shape(m)[0] for m in matrices], axis=1)
-    return [tf.matmul(w, m) for m, w in zip(matrices, parts, strict=True)]
+    splits = tf.split(weights, [tf.shape(m)[0] for m in matrices], axis=1)
+    return [tf.matmul(w, m) for m, w in zip(matrices, splits, strict=True)]
 
 
 class Basis(NamedTuple):
@@ -54,16 +54,16 @@ class Basis(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """A vector after its components along all basis rows are subtracted."""
+    """Vector after the subtraction of its components along all basis rows."""
 
     image: tf.Tensor
-    square: tf.Tensor  # squared norm
-    is_short: tf.Tensor  # true if the squared norm was more than halved
-    last_component: tf.Tensor  # subtracted component along the last row
+    square: tf.Tensor  # Squared norm.
+    is_short: tf.Tensor  # True if the squared norm was more than halved.
+    last_component: tf.Tensor  # Subtracted component along the last row.
 
 
 class Candidate(NamedTuple):
-    """The next basis row before normalisation.
+    """Next basis row before normalisation.
 
     The vector is orthogonal to all rows, except for a random vector after a
     breakdown.
@@ -71,21 +71,21 @@ class Candidate(NamedTuple):
 
     vector: tf.Tensor
     length: tf.Tensor
-    fresh: tf.Tensor  # true for a random vector after a breakdown
-    scale: tf.Tensor  # largest element of the tridiagonal matrix so far
-    rows: tf.Tensor  # number of nonzero rows so far
+    fresh: tf.Tensor  # True for a random vector after a breakdown.
+    scale: tf.Tensor  # Largest element of the tridiagonal matrix so far.
+    rows: tf.Tensor  # Number of nonzero rows so far.
 
 
 class Tridiagonal(NamedTuple):
-    """The tridiagonal matrix, or the elements that one iteration adds."""
+    """Tridiagonal matrix, or its new elements in one iteration."""
 
     diagonal: tf.Tensor
-    coupling: tf.Tensor  # off-diagonal element between a row and the next
-    kept: tf.Tensor  # false for a row of zeros
+    coupling: tf.Tensor  # Off-diagonal element between a row and the next.
+    kept: tf.Tensor  # False for a row of zeros.
 
 
 class Krylov(NamedTuple):
-    """State of the iteration, with space for all rows."""
+    """State of the Lanczos iteration, with memory for all basis rows."""
 
     basis: tf.Tensor  # rows `(steps, length)`; zero if not computed yet
     tridiagonal: Tridiagonal
@@ -158,7 +158,7 @@ class Lanczos:
             def add(row: tf.Tensor) -> Basis:
                 basis = set_row(state.basis, index, row)
                 bases.append(basis)
-                # XLA needs a fixed shape; zero rows do not change results.
+                # Keep all rows for XLA, which needs a fixed shape: zeros add 0.
                 rows = basis if in_xla() else basis[: index + 1]
                 return Basis([rows], basis[tf.maximum(index - 1, 0)])
 
@@ -174,7 +174,7 @@ class Lanczos:
     def _run_eagerly(
         self, vector: tf.Tensor, steps: int
     ) -> tuple[Tridiagonal, list[tf.Tensor]]:
-        """Run eagerly with lists of rows; `set_row` would copy the basis."""
+        """Run eagerly with lists of rows: `set_row` would copy the basis."""
         blocks: list[tf.Tensor] = []
         rows: list[tf.Tensor] = []
 
@@ -215,13 +215,13 @@ class Lanczos:
         """
         row, image = self._multiply(candidate)
         matrices, previous = add(row)
-        # The first row and a fresh row have no coupling to a previous row.
+        # The first row, and a row after a breakdown, have no coupling.
         uncoupled = candidate.fresh | tf.equal(index, 0)
         before = tf.where(uncoupled, 0 * candidate.length, candidate.length)
         image -= before * previous
         component = self._reduce(coefficients([row[None]], image))[0]
         residual = self._project_out(matrices, image - component * row, index)
-        # Two passes are enough (Kahan): a vector that is short after the second
+        # Project at most twice (Kahan): a vector that is short after the second
         # pass lies in the span of the rows.
         residual = tf.cond(
             residual.is_short,
@@ -244,7 +244,7 @@ class Lanczos:
         index: tf.Tensor,
         component: float | tf.Tensor = 0.0,
     ) -> Residual:
-        """Subtract all components; add the one along `index` to `component`."""
+        """Subtract the components along all rows; sum those along `index`."""
         square = 2 * tf.nn.l2_loss(image)
         sums = tf.concat([coefficients(matrices, image), square[None]], 0)
         sums = self._reduce(sums)
@@ -274,7 +274,7 @@ class Lanczos:
         diagonal: tf.Tensor,
         index: tf.Tensor,
     ) -> tuple[tf.Tensor, Candidate]:
-        """Coupling to the next row, and the next candidate."""
+        """Compute the coupling to the next row, and the next candidate."""
         fresh = candidate.fresh
         length = tf.sqrt(tf.maximum(residual.square, 0))
         one, zero = tf.ones_like(length), tf.zeros_like(length)
@@ -282,15 +282,15 @@ class Lanczos:
         largest = tf.where(fresh, zero, tf.maximum(abs(diagonal), length))
         scale = tf.maximum(candidate.scale, largest)
         noise = 10 * rounding(length.dtype) * tf.where(fresh, one, scale)
-        broken = (length <= noise) | residual.is_short
-        broken |= rows >= self._size
-        broken &= tf.math.is_finite(residual.square)
-        coupling = tf.where(broken | fresh, zero, length)
+        is_breakdown = (length <= noise) | residual.is_short
+        is_breakdown |= rows >= self._size
+        is_breakdown &= tf.math.is_finite(residual.square)
+        coupling = tf.where(is_breakdown | fresh, zero, length)
         vector = tf.cond(
-            broken, lambda: self._draw(index + 1), lambda: residual.image
+            is_breakdown, lambda: self._draw(index + 1), lambda: residual.image
         )
-        length = tf.where(broken, one, length)
-        return coupling, Candidate(vector, length, broken, scale, rows)
+        length = tf.where(is_breakdown, one, length)
+        return coupling, Candidate(vector, length, is_breakdown, scale, rows)
 
 
 def random_vector(size: int, seed: int, index: int | tf.Tensor) -> tf.Tensor:
@@ -306,13 +306,13 @@ def default_steps(size: int, pairs: int) -> int:
 
 
 class RitzPairs(NamedTuple):
-    """Ritz pairs of the ends of a spectrum, in float64.
+    """Ritz pairs of both ends of a spectrum, in float64.
 
     If the iteration found fewer pairs, missing values and weights are zero.
     """
 
-    values: tf.Tensor  # `(r,)`, ascending
-    weights: tf.Tensor  # `(r, steps)`, coefficients of the vectors in the basis
+    values: tf.Tensor  # Values `(r,)`, ascending.
+    weights: tf.Tensor  # Coefficients of vectors in the basis, `(r, steps)`.
 
 
 def ritz_pairs(
@@ -324,13 +324,13 @@ def ritz_pairs(
     kept = tridiagonal.kept
     elements = tf.concat([diagonal, coupling], 0)
     finite = tf.reduce_all(tf.math.is_finite(elements))
-    # Zero rows get an eigenvalue above all others.
+    # Give zero rows an eigenvalue above all others, to sort them last.
     bound = 1 + 4 * tf.reduce_max(tf.abs(elements))
-    full = tf.where(kept, diagonal, bound)
-    matrix = tf.linalg.diag(full)
+    full_diagonal = tf.where(kept, diagonal, bound)
+    matrix = tf.linalg.diag(full_diagonal)
     if coupling.shape[0]:
         matrix += tf.linalg.diag(coupling, k=1) + tf.linalg.diag(coupling, k=-1)
-    # TensorFlow's CPU kernel raises for a non-finite matrix.
+    # Replace a non-finite matrix, for which the CPU kernel raises an error.
     values, vectors = tf.linalg.eigh(
         tf.where(finite, matrix, tf.zeros_like(matrix))
     )

@@ -17,7 +17,7 @@ _POLYNOMIALS = (
     (1.89130, -1.26800, 0.37680),
     (1.875, -1.25, 0.375),
 )
-# Divisor of the normalised matrix: singular values stay below 1 after rounding.
+# Margin of the norm, so that rounded singular values stay below 1.
 _MARGIN = 1.01
 # Polynomials per computation of the Gram matrix. Rounding errors make some of
 # its eigenvalues negative, and three polynomials multiply these by 10,000. With
@@ -31,7 +31,7 @@ _MIN_WIDTH = 1 / 4
 def polar_factors(
     matrices: Sequence[tf.Tensor], block: int | None, iterations: int
 ) -> list[tf.Tensor]:
-    """Approximate the polar factor `U V^T` of each column block `U S V^T`.
+    """Approximate the polar factor `U V^T` of each block of columns `U S V^T`.
 
     Very small singular values stay below 1 if there are few iterations. For a
     vector the result is exact. Zero blocks stay zero. The squared norms must be
@@ -104,11 +104,11 @@ def _whole(blocks: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
 
 
 def _polar(x: tf.Tensor, iterations: int) -> tf.Tensor:
-    """Compute the polar factors of `(blocks, rows, columns)`."""
+    """Compute the polar factors of matrices `(blocks, rows, columns)`."""
     rows, columns = x.shape[-2:]
     wide = rows < columns
-    # A polynomial of the singular values is x times a polynomial of the smaller
-    # Gram matrix. So only two products per Gram matrix contain x.
+    # An odd polynomial of the singular values is x times a polynomial of the
+    # smaller Gram matrix, so only two products per Gram matrix contain x.
     gram = tf.matmul(x, x, transpose_a=not wide, transpose_b=wide)
     square = tf.linalg.trace(gram)[:, None, None]
     if 1 in (rows, columns):

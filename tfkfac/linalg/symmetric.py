@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from tfkfac.linalg.tensors import all_finite, rounding
 
-LARGE = 384  # rows; from here on, block inversion is faster than solving
-# Recursion depth of the block inversion: 4 diagonal blocks are solved.
+LARGE = 384  # Rows from which on block inversion is faster than solving.
+# Recursion depth of the block inversion: 2 levels leave 4 diagonal blocks.
 _LEVELS = 2
-# Bands of a product `R^T R`; more bands gain little and are narrow.
+# Number of bands of a product `R^T R`; more bands save little time.
 _BANDS = 4
 
 
@@ -66,9 +66,9 @@ def damped_inverse(
     if large is None:
         large = matrix.shape[-1] >= LARGE
     if large:
-        # Solving for the identity takes twice the operations and uses one
-        # core. Instead, compute L^-1 and L^-T L^-1 blockwise, mostly by matrix
-        # products. The errors are as for solving (Higham, 2002, section 14.2).
+        # Compute L^-1 and L^-T L^-1 blockwise, mostly by matrix products.
+        # Solving for the identity has similar errors (Higham, 2002, section
+        # 14.2), but takes twice the operations and uses a single core.
         return _gram(_inverse(root, _LEVELS), _LEVELS)
     return symmetrize(tf.linalg.cholesky_solve(root, _identity(root)))
 
@@ -89,7 +89,7 @@ def damped_inverse_root(
 
 
 def _damped_cholesky(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
-    """Compute the Cholesky factor of M with at least the least damping."""
+    """Compute the Cholesky factor of M with at least the minimum damping."""
     diagonal = tf.linalg.diag_part(matrix)
     floor = 4 * rounding(matrix.dtype) * tf.reduce_sum(diagonal, -1)
     # Use damping 1 for a zero matrix without damping.
@@ -113,7 +113,7 @@ def _inverse(lower: tf.Tensor, levels: int) -> tf.Tensor:
 
 
 def _gram(lower: tf.Tensor, levels: int) -> tf.Tensor:
-    """`J^T J` of a lower triangular matrix J, with `levels` recursions."""
+    """Compute `J^T J` of a lower triangular J, with `levels` recursions."""
     if levels == 0:
         return symmetrize(tf.matmul(lower, lower, transpose_a=True))
     first, below, last = _lower_blocks(lower)
@@ -127,17 +127,17 @@ def _gram(lower: tf.Tensor, levels: int) -> tf.Tensor:
 
 
 def _lower_blocks(lower: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Blocks (top left, bottom left, bottom right) of a lower triangle."""
-    half = tf.unstack(tf.shape(lower))[-1] // 2
-    top, bottom = tf.split(lower, [half, -1], -2)
-    below, last = tf.split(bottom, [half, -1], -1)
-    return tf.split(top, [half, -1], -1)[0], below, last
+    """Split a lower triangle: top left, bottom left, bottom right block."""
+    half_size = tf.unstack(tf.shape(lower))[-1] // 2
+    top, bottom = tf.split(lower, [half_size, -1], -2)
+    below, last = tf.split(bottom, [half_size, -1], -1)
+    return tf.split(top, [half_size, -1], -1)[0], below, last
 
 
 def _join_blocks(
     first: tf.Tensor, above: tf.Tensor, below: tf.Tensor, last: tf.Tensor
 ) -> tf.Tensor:
-    """Join the four blocks of a matrix."""
+    """Join four blocks into a matrix: first | above over below | last."""
     rows = tf.concat([first, above], -1), tf.concat([below, last], -1)
     return tf.concat(rows, -2)
 
@@ -173,10 +173,10 @@ def band_shapes(size: int) -> list[tuple[int, int]]:
 
 
 def from_bands(parts: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Build the full symmetric matrix from its bands."""
+    """Build the full symmetric matrix from the results of `bands`."""
     size = parts[0].shape[1]
     padded = tf.concat(
-        [tf.pad(part, [[0, 0], [size - part.shape[1], 0]]) for part in parts],
+        [tf.pad(band, [[0, 0], [size - band.shape[1], 0]]) for band in parts],
         0,
     )
     upper = tf.linalg.band_part(padded, 0, -1)
@@ -202,7 +202,7 @@ def pack(matrix: tf.Tensor) -> tf.Tensor:
 
 
 def unpack(vector: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
-    """Unpack a vector of `pack` to symmetric matrices `(..., n, n)`."""
+    """Unpack the result of `pack` to symmetric matrices `(..., n, n)`."""
     size = shape[-1]
     flat = tf.reshape(vector, [-1, size * (size + 1) // 2])
     return tf.reshape(tf.gather(flat, _unpack_indices(size), axis=1), shape)
@@ -217,7 +217,7 @@ def _pack_indices(size: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=256)
 def _unpack_indices(size: int) -> np.ndarray:
-    """Index in the packed triangle for each entry of a flattened matrix."""
+    """Index in the packed triangle of each element of a flattened matrix."""
     indices = np.zeros((size, size), np.int32)
     indices[np.triu_indices(size)] = np.arange(size * (size + 1) // 2)
     upper = np.triu(indices)

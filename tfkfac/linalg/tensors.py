@@ -18,7 +18,7 @@ def are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     overflows float32 count as not finite.
     """
     wide = [tf.cast(t, tf.float32) if t.dtype.size < 4 else t for t in tensors]
-    # Pass axes as shared constants; default axes need an operation per sum.
+    # Share constants for the axes: default axes add an operation per sum.
     ranks = {tensor.shape.rank for tensor in wide} - {None}
     axes = {n: tf.constant(list(range(n)), tf.int32) for n in ranks}
     sums = [tf.reduce_sum(t, axes.get(t.shape.rank)) for t in wide]
@@ -36,7 +36,7 @@ def select(flag: tf.Tensor, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 
 
 def stack_scalars(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Stack one or more scalars of any float dtypes to a float64 vector."""
+    """Stack scalars of any float dtypes into a float64 vector."""
     widest = max((x.dtype for x in scalars), key=lambda dtype: dtype.size)
     vector = tf.stack([tf.cast(x, widest) for x in scalars])
     return tf.cast(vector, tf.float64)

@@ -1,4 +1,4 @@
-"""Flat vectors of several tensors, and accurate products of long vectors.
+"""Flatten tensors into one vector, and multiply long vectors accurately.
 
 TensorFlow's CPU products of a few rows with a vector sum sequentially: in
 float32 the relative error of `x . x` is 1e-4 for 4e5 elements and 1.6e-2 for
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-# Elements of a chunk. The relative error of oneDNN's products is 5e-6 for 512
-# equal elements; of other products, 4e-7 for 2,048.
+# Elements of a chunk. With 512 equal elements, the relative error of oneDNN's
+# products is 5e-6; other products have 4e-7 for 2,048 elements.
 CHUNK = 256
-_PADDING = 2048  # elements; long vectors are padded to a multiple
+_PADDING = 2048  # elements; long vectors are padded to a multiple of it
 
 
 class FlatSpace:
@@ -50,19 +50,19 @@ class FlatSpace:
 
         The vector is padded with zeros to `length`, if given.
         """
-        parts = [
+        flat_tensors = [
             tf.zeros([size], self.dtype)
             if tensor is None
             else tf.cast(tf.reshape(tensor, [size]), self.dtype)
             for tensor, size in zip(tensors, self._sizes, strict=True)
         ]
         if length is not None and length > self.size:
-            parts.append(tf.zeros([length - self.size], self.dtype))
-        return tf.concat(parts, 0)
+            flat_tensors.append(tf.zeros([length - self.size], self.dtype))
+        return tf.concat(flat_tensors, 0)
 
     def split(self, vector: tf.Tensor) -> list[tf.Tensor]:
-        """Split a vector, optionally padded, into the tensors."""
-        # Aligned slices are views; `tf.split` always copies.
+        """Split a vector, which may be padded, into tensors; invert `join`."""
+        # Use slices, which are views if aligned; `tf.split` always copies.
         ends = list(itertools.accumulate(self._sizes))
         return [
             tf.cast(tf.reshape(vector[end - size : end], shape), dtype)

@@ -1,4 +1,4 @@
-"""Recorded batch of a loss, and recomputation of the loss at other weights."""
+"""Recorded batch of a loss, and evaluation of the loss at other weights."""
 
 import contextlib
 import dataclasses
@@ -47,8 +47,8 @@ class LossBatch:
         measure: Measure over all replicas; None before the loss is weighted.
         value: The loss, divided by the number of replicas as in Keras; the
             sum of its values with `reduction="none"`.
-        excess: The value above its least value for the targets, of the sum
-            over micro-batches; None to compute it from the terms.
+        excess: Loss minus its minimum for the targets, summed over
+            micro-batches; None to compute the difference from the terms.
     """
 
     terms: tuple[LossTerms, ...] = ()
@@ -71,7 +71,7 @@ class LossTap(ModelTap[LossBatch]):
 
     def __init__(self, model: keras.Model) -> None:
         self.signature = inspect.signature(model.compute_loss)
-        # Handles of variables.
+        # Handles of the variables that losses write, by trace.
         self._written: TraceLists[tf.Tensor] = TraceLists()
         super().__init__(model)
 
@@ -83,22 +83,22 @@ class LossTap(ModelTap[LossBatch]):
             return below(*args, **kwargs)
         with observed_losses(needs_recognition, check_labels) as calls:
             loss = below(*args, **kwargs)
-        model, earlier = self._model(), self.pop_items()
+        model, earlier_batches = self._model(), self.pop_items()
         arguments = self.signature.bind(*args, **kwargs).arguments
-        if "y_pred" not in arguments:  # `compute_loss(*args, **kwargs)`
+        if "y_pred" not in arguments:  # an override with `*args`
             arguments = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
         terms = read_terms(model, calls) if model is not None else ()
         written = self._written.current()
         for handle in (handle for call in calls for handle in call.written):
             if all(handle is not other for other in written):
                 written.append(handle)
-        ordinal = earlier[-1].ordinal + 1 if earlier else 0
+        ordinal = earlier_batches[-1].ordinal + 1 if earlier_batches else 0
         batch = loss_batch(arguments, terms, ordinal)
         self.record(dataclasses.replace(batch, value=scalar_loss(loss)))
         return loss
 
     def written(self) -> list[tf.Tensor]:
-        """Return handles of the variables that the losses of a trace write."""
+        """Return handles of the variables that losses write in this trace."""
         lists = self._written.visible(and_eager=True)
         return [handle for handles in lists for handle in handles]
 
@@ -144,7 +144,7 @@ def loss_batch(
 
 # -------------------------------------------------- recomputation of the loss
 def training_call(model: keras.Model, x: Any) -> ForwardCall:
-    """Return the call that Keras' `train_step` makes for inputs `x`."""
+    """Return the model call that Keras' `train_step` makes for inputs `x`."""
     kwargs = {"training": True} if call_takes_training(model) else {}
     return ForwardCall((x,), kwargs, None)
 
@@ -152,7 +152,7 @@ def training_call(model: keras.Model, x: Any) -> ForwardCall:
 def find_call(
     model: keras.Model, batch: LossBatch, calls: Sequence[ForwardCall]
 ) -> ForwardCall:
-    """Return the call of the model whose outputs the loss was computed from.
+    """Return the model call whose outputs were passed to the loss.
 
     Raises:
         ValueError: If `compute_loss` was not called, or was called without
@@ -177,7 +177,7 @@ def stateless(
     model: keras.Model,
     mapping: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
 ) -> Iterator[keras.StatelessScope]:
-    """Keras stateless scope: calls use `mapping` and change no variable."""
+    """Context in which model calls use `mapping` and change no variable."""
     with (
         paused(),
         kept_losses(model),
@@ -189,16 +189,16 @@ def stateless(
 def changed_layers(
     model: keras.Model, call: ForwardCall
 ) -> tuple[list[str], list[str]]:
-    """Return names of layers that a call updates, and that add a loss."""
+    """Return names of layers that a call updates, and of layers with losses."""
     with stateless(model) as scope:
         model(*call.args, **call.kwargs)
-        losing = losing_layers(model, scope)
-    changed = []
-    for node in walk(model):  # inner layers come before outer layers
+        layers_with_losses = losing_layers(model, scope)
+    updated_layers = []
+    for node in walk(model):  # inner layers before outer layers
         states = node.layer.non_trainable_variables
         if any(scope.get_current_value(v) is not None for v in states):
-            changed.append(node.layer.name)
-    return changed, list(losing)
+            updated_layers.append(node.layer.name)
+    return updated_layers, list(layers_with_losses)
 
 
 def replay_loss(
@@ -239,18 +239,18 @@ def loss_of_outputs(
 ) -> tf.Tensor:
     """Compute the loss of given outputs; arguments as in `replay_loss`.
 
-    The losses added by layers come from the current stateless scope. The
-    variables that a loss writes are restored.
+    The losses added by layers come from the current stateless scope. Variables
+    that a loss writes are restored.
     """
     tap = LossTap.open(model)
-    # `*args` and `**kwargs` of an override cannot be passed by name.
+    # Bind by name what the override declares; pass the rest as keywords.
     call = tap.signature.bind_partial()
     names = tap.signature.parameters.keys()
     arguments = {**arguments, "y_pred": outputs}
     call.arguments.update({n: x for n, x in arguments.items() if n in names})
-    others = {n: x for n, x in arguments.items() if n not in names}
+    extra_arguments = {n: x for n, x in arguments.items() if n not in names}
     with kept_variables(tap.written()), observed_losses() as losses:
-        loss = model.compute_loss(*call.args, **call.kwargs, **others)
+        loss = model.compute_loss(*call.args, **call.kwargs, **extra_arguments)
     terms = read_terms(model, losses)
     return scalar_loss(weigh(loss, terms, shares))
 

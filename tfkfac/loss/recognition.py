@@ -2,14 +2,14 @@
 
 For each candidate likelihood, compare the values of the loss with
 `u * nll`, where `u = sum(values) / sum(nll)`. The loss is a multiple of the
-likelihood if all compared terms agree within 0.1 %. `u` is determined in each
+likelihood if all compared terms agree within 0.1 %. `u` is computed in each
 step, because a loss weight may be a variable. A Huber loss agrees with the
-normal likelihood in the batches without large residuals.
+normal likelihood only in batches without large residuals.
 
 To limit the cost, compare at most `_MAX_ROWS` terms, including the term with
 the largest value, because robust losses differ at large residuals. The values
 of fewer than `_MIN_TERMS` terms, or a scalar loss, could be a multiple of any
-likelihood: there compare the gradients at the outputs as well.
+likelihood. In these cases, compare the gradients at the outputs, too.
 """
 
 import functools
@@ -21,28 +21,28 @@ import tensorflow as tf
 
 from tfkfac.compat.losses import Leaves, LossCall, Reduction
 
-# Likelihoods of labels given means, rates and probabilities, or given logits.
+# Names of likelihoods; the outputs are means, rates, probabilities or logits.
 NORMAL, POISSON = "normal", "poisson"
 BERNOULLI, CATEGORICAL = "bernoulli", "categorical"
 BERNOULLI_LOGITS = "bernoulli logits"
 CATEGORICAL_LOGITS = "categorical logits"
 LOGITS = {BERNOULLI: BERNOULLI_LOGITS, CATEGORICAL: CATEGORICAL_LOGITS}
 
-_TOLERANCE = 1e-3  # maximum relative difference
-# Rounding error of a float32 probability, and Keras' bound for clipping it.
-_ROUNDING, _EPSILON = 1e-6, 1e-7
+# Relative tolerance of the comparison; rounding error of float32 probabilities;
+# Keras clips probabilities to [_EPSILON, 1 - _EPSILON].
+_TOLERANCE, _ROUNDING, _EPSILON = 1e-3, 1e-6, 1e-7
 
 
 class Verdict(NamedTuple):
-    """Likelihood and unit of a loss, determined from all replicas.
+    """Likelihood and unit of a loss, from the comparisons of all replicas.
 
     Attributes:
         names: Names of the candidate likelihoods.
         index: Index of the likelihood in `names`, an int32 scalar;
             `len(names)` if no likelihood agrees.
         unit: Unit of the loss; 1 if no likelihood agrees.
-        is_counted: Scalar bool, True if the step counts in the report of
-            losses without a likelihood; False if the loss is not finite.
+        is_counted: Scalar bool, True to report the step if no likelihood
+            agrees; False if the loss is not finite.
     """
 
     names: tuple[str, ...]
@@ -57,7 +57,7 @@ class Verdict(NamedTuple):
 
 
 class Recognition(NamedTuple):
-    """Comparison of a loss with likelihoods in one replica's batch.
+    """Comparison of a loss with all candidate likelihoods on one replica.
 
     Attributes:
         names: Names of the candidate likelihoods.
@@ -75,14 +75,14 @@ class Recognition(NamedTuple):
         return self._replace(sums=self.sums * tf.pow(factor, powers))
 
     def verdict(self, sums: tf.Tensor) -> Verdict:
-        """Decide from `sums` summed over all replicas."""
+        """Choose the likelihood, given `sums` summed over all replicas."""
         wrong, product, square, spread, values, nll, floor = tf.unstack(
             sums, axis=1
         )
         unit = tf.math.divide_no_nan(product, square)
         expected = unit * nll
         tolerance = _TOLERANCE * tf.abs(expected) + unit * floor
-        # The units of the replicas must agree.
+        # The units of all replicas must be equal: test their variance.
         variance = spread - tf.math.divide_no_nan(product**2, square)
         equal = variance <= _TOLERANCE**2 * spread
         fits = (wrong == 0) & equal & (tf.abs(values - expected) <= tolerance)
@@ -153,7 +153,7 @@ _BERNOULLI_LOGITS = _Form(
     lambda y, z: tf.sigmoid(z) - y,
     lambda z, g: g,
 )
-# The outputs may be unnormalized: the loss may divide them by their sum.
+# Normalise the outputs, as the loss may do: p = z / sum z.
 _CATEGORICAL = _Form(
     CATEGORICAL,
     lambda y, z: (
@@ -171,18 +171,18 @@ _CATEGORICAL_LOGITS = _Form(
     of_classes=True,
 )
 _LOGIT_FORMS = (_BERNOULLI_LOGITS, _CATEGORICAL_LOGITS)
-# Forms of probabilities that are computed from Keras' logits.
+# Likelihoods of Keras' softmax or sigmoid outputs, computed from the logits.
 _BEHIND_OUTPUTS = (
     _BERNOULLI_LOGITS._replace(name=BERNOULLI, by_logits=True),
     _CATEGORICAL_LOGITS._replace(name=CATEGORICAL, by_logits=True),
 )
-# Maximum number of compared terms, and of their outputs; number of terms below
-# which gradients are compared, too.
+# Maximum number of compared terms, and of outputs in these terms. With fewer
+# than `_MIN_TERMS` terms, compare gradients, too.
 _MAX_ROWS, _MAX_NUMBERS, _MIN_TERMS = 64, 4096, 4
 
 
 class _Labels(NamedTuple):
-    """Labels of a batch.
+    """Labels of a batch as a tensor, in a shape that matches the outputs.
 
     Attributes:
         values: Labels in the shape of the outputs, or an integer class per
@@ -207,7 +207,7 @@ def compare_with_likelihoods(
     if labels is None:
         return None
     forms = [_NORMAL, *_LOGIT_FORMS, _BERNOULLI, _CATEGORICAL]
-    if leaves.logits is not None:  # the outputs are probabilities
+    if leaves.logits is not None:  # softmax or sigmoid outputs
         forms = [*_BEHIND_OUTPUTS, _NORMAL, _BERNOULLI, _CATEGORICAL]
     if labels.are_classes:
         forms = [form for form in forms if form.of_classes]
@@ -217,7 +217,7 @@ def compare_with_likelihoods(
 
 
 class _Comparison:
-    """Batch of a loss as rows; each row contains the outputs of one term.
+    """Compare a loss with likelihoods; each row holds the outputs of one term.
 
     Attributes:
         terms: Number of terms, an int32 scalar.
@@ -246,8 +246,8 @@ class _Comparison:
         self.terms = tf.reduce_prod(shape)
         self.fit = labels.fit
         if not self._is_scalar:
-            same = tf.equal(tf.shape(values)[:axes], shape)
-            self.fit &= tf.reduce_all(same)
+            shapes_agree = tf.equal(tf.shape(values)[:axes], shape)
+            self.fit &= tf.reduce_all(shapes_agree)
         self._mask, mask = None, reduction.mask
         if mask is not None and values.shape.rank and mask.shape.rank:
             if mask.shape.rank == values.shape.rank + 1:
@@ -259,16 +259,16 @@ class _Comparison:
 
     def compare(self) -> tf.Tensor:
         """Return the `sums` of a `Recognition`."""
-        exist, few = self.terms > 0, self.terms < _MIN_TERMS
-        by_values = exist & tf.logical_not(few | self._is_scalar)
-        branch = tf.cast(exist, tf.int32) + tf.cast(by_values, tf.int32)
+        any_terms, are_few = self.terms > 0, self.terms < _MIN_TERMS
+        by_values = any_terms & tf.logical_not(are_few | self._is_scalar)
+        branch = tf.cast(any_terms, tf.int32) + tf.cast(by_values, tf.int32)
         return tf.switch_case(
             tf.where(self.fit, branch, 0),
             [self._empty, self._by_gradients, self._by_values],
         )
 
     def _empty(self) -> tf.Tensor:
-        """Return the sums without terms; "wrong" is 1 if shapes disagree."""
+        """Return zero sums; the first column is 1 if shapes disagree."""
         wrong = tf.cast(tf.logical_not(self.fit), tf.float64)
         return tf.pad(tf.fill([len(self._forms), 1], wrong), [[0, 0], [0, 6]])
 
@@ -285,7 +285,7 @@ class _Comparison:
         return tf.concat([[largest], spaced], 0)
 
     def _row_values(self) -> tf.Tensor:
-        """Return the loss value of each row, 0 for masked rows."""
+        """Return the loss value of each term, 0 for masked terms."""
         rows = tf.reshape(self._values, [self.terms, -1])
         return self._masked(tf.reduce_sum(rows, -1), None)
 
@@ -336,11 +336,11 @@ class _Comparison:
         unit = tf.math.divide_no_nan(product, square)
         expected = unit[:, None] * nll
         floor = tf.stack([self._floor(form, y) for form in self._forms])
-        least = unit * floor + 10 * _ROUNDING * tf.abs(product)
+        min_tolerance = unit * floor + 10 * _ROUNDING * tf.abs(product)
         tolerance = _TOLERANCE * tf.abs(expected)
-        tolerance += least[:, None] / _count(values)
-        right = tf.reduce_all(tf.abs(values - expected) <= tolerance, 1)
-        wrong = tf.cast(tf.logical_not(right), tf.float64)
+        tolerance += min_tolerance[:, None] / _count(values)
+        agrees = tf.reduce_all(tf.abs(values - expected) <= tolerance, 1)
+        wrong = tf.cast(tf.logical_not(agrees), tf.float64)
         total = tf.fill(tf.shape(square), product)
         columns = [wrong, total, square, unit * product, total, square, floor]
         return tf.stack(columns, 1)
@@ -370,24 +370,24 @@ class _Comparison:
             product, square = _total(r * g), _total(tf.square(r))
             unit = tf.math.divide_no_nan(product, square)
             u = tf.cast(unit, r.dtype)
-            # Absolute tolerance, for terms with residuals near 0.
-            least = 1.0 if form is not _NORMAL else square / _count(r)
+            # Add an absolute tolerance, for terms with residuals near 0.
+            minimum = 1.0 if form is not _NORMAL else square / _count(r)
             limit = tf.square(_TOLERANCE * u) * tf.reduce_sum(tf.square(r), -1)
-            limit += tf.square(10 * _ROUNDING * u) * tf.cast(least, u.dtype)
+            limit += tf.square(10 * _ROUNDING * u) * tf.cast(minimum, u.dtype)
             error = tf.reduce_sum(tf.square(g - u * r), -1)
-            right = tf.reduce_all(error <= limit)
+            agrees = tf.reduce_all(error <= limit)
             nll = _total(self._nll(form, y, index))
-            row = right, product, square, unit * product, value, nll
+            row = agrees, product, square, unit * product, value, nll
             rows.append([*row, self._floor(form, y)])
         if self._is_scalar:
             self._use_all_terms(rows)
         wide = [[tf.cast(x, tf.float64) for x in row] for row in rows]
-        return tf.stack([tf.stack([1 - right, *x]) for right, *x in wide])
+        return tf.stack([tf.stack([1 - agrees, *x]) for agrees, *x in wide])
 
     def _use_all_terms(self, rows: list[list[Any]]) -> None:
-        """Replace the likelihood of the sampled terms by that of all terms.
+        """Sum the likelihood over all terms instead of the sampled terms.
 
-        A scalar loss is the sum over all terms. Only compute this for the
+        A scalar loss is the sum over all terms. To save time, compute only the
         first likelihood whose gradients agree.
         """
         number = len(rows)
@@ -407,7 +407,7 @@ class _Comparison:
             row[6] = self._floor(self._forms[i], self._leaves.output)
 
     def _slopes(self) -> dict[bool, tf.Tensor | None]:
-        """Return loss gradients by `by_logits` (logits True, outputs False)."""
+        """Return the loss gradients at outputs (False) and logits (True)."""
         try:
             output, logits = self._leaves.slopes(self._reduction.values)
         except LookupError:  # an operation of the loss has no gradient
@@ -466,7 +466,7 @@ def _labels_of(y_true: Any, outputs: tf.Tensor) -> _Labels | None:
         return None
     if y.shape.is_fully_defined() and expected.is_fully_defined():
         return _Labels(y, are_classes, tf.constant(True))
-    # The loss may broadcast labels of another shape: use zeros instead.
+    # Replace labels of another shape, which the loss may broadcast, by zeros.
     label_shape = tf.shape(outputs)[: expected.rank]
     fit = tf.reduce_all(tf.equal(tf.shape(y), label_shape))
     values = tf.cond(fit, lambda: y, lambda: tf.zeros(label_shape, y.dtype))

@@ -1,4 +1,4 @@
-"""Weights of a replica's loss: its share of all terms, and the loss scale."""
+"""Weight of each replica in the loss (share of the terms), and loss scale."""
 
 import dataclasses
 import weakref
@@ -12,7 +12,7 @@ from tfkfac.loss.terms import LossTerms
 
 
 class LossMeasure(NamedTuple):
-    """Terms, unit and shares of the loss of a step, over all replicas.
+    """Number of terms, unit and replica weights of the loss of a step.
 
     Attributes:
         terms: Number of terms of this replica; None for the leading dimension
@@ -50,7 +50,7 @@ def measure_loss(
     replicas: int,
     is_weighed: bool,
 ) -> LossMeasure:
-    """Measure the loss of a step over the replicas of a group.
+    """Find the number of terms and the unit of the loss of a group of replicas.
 
     Keras divides a mean by the number of replicas, although replicas may have
     different numbers of terms. It does not divide a sum. With several losses,
@@ -83,7 +83,7 @@ def measure_loss(
     sums = [{name: next(flat) for name in row} for row in numbers]
     measures, units = zip(
         *(
-            _measure_one(loss, row, replicas, is_weighed)
+            _measure_single(loss, row, replicas, is_weighed)
             for loss, row in zip(terms, sums, strict=True)
         ),
         strict=True,
@@ -106,7 +106,7 @@ def measure_loss(
 
 
 def _numbers_to_sum(loss: LossTerms) -> dict[str, tf.Tensor]:
-    """Return the numbers of a loss that are summed over the replicas."""
+    """Return the numbers of a loss to sum over the replicas, by name."""
     recognition = loss.recognition
     numbers = {
         "count": loss.count,
@@ -118,10 +118,10 @@ def _numbers_to_sum(loss: LossTerms) -> dict[str, tf.Tensor]:
     return {name: x for name, x in numbers.items() if x is not None}
 
 
-def _measure_one(
+def _measure_single(
     loss: LossTerms, sums: dict[str, tf.Tensor], replicas: int, is_weighed: bool
 ) -> tuple[LossMeasure, tf.Tensor]:
-    """Return the measure of one loss, and the unit of one of its terms.
+    """Return the `LossMeasure` of one loss, and the unit u of its terms.
 
     A unit that differs between replicas is averaged, weighted by their terms.
     """
@@ -169,7 +169,7 @@ def weigh(
     terms: Sequence[LossTerms],
     shares: Sequence[tf.Tensor],
 ) -> tf.Tensor:
-    """Multiply a replica's losses by their shares.
+    """Multiply each loss of a replica by the replica's share of the terms.
 
     The mean over the replicas is then the mean over all terms.
 
@@ -180,9 +180,9 @@ def weigh(
     """
     if not shares:
         return loss
-    first, *others = shares
+    first, *other_shares = shares
     weighed = weighted(loss, first)
-    for x, share in zip(terms[1:], others, strict=False):
+    for x, share in zip(terms[1:], other_shares, strict=False):
         if x.weighted_value is not None:
             weighed += tf.cast(
                 weighted(x.weighted_value, share - first), loss.dtype
@@ -191,14 +191,14 @@ def weigh(
 
 
 def weighted(tensor: tf.Tensor, share: tf.Tensor | None) -> tf.Tensor:
-    """Multiply a tensor by a share; 0 for share 0, also for a NaN tensor."""
+    """Multiply a tensor by a share; a share of 0 gives 0, even for NaN."""
     if share is None:
         return tensor
     return tf.math.multiply_no_nan(tensor, tf.cast(share, tensor.dtype))
 
 
 class LossScaling:
-    """Loss scale of an optimizer that a `LossScaleOptimizer` may wrap."""
+    """Loss scale of an optimizer's gradients under a `LossScaleOptimizer`."""
 
     def __init__(self, name: str) -> None:
         self._name = name

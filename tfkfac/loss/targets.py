@@ -1,8 +1,8 @@
-"""Least value of a loss for its targets, and number of their labels.
+"""Minimum of a loss for given targets, and number of labels per term.
 
 The negative log-likelihood of soft or binary targets y is at least their
-entropy, `-sum y log y`, whatever the outputs. This part of the loss cannot be
-reduced.
+entropy, `-sum y log y`, for any outputs. Training cannot reduce this part of
+the loss.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ _OF_BITS = (BERNOULLI, BERNOULLI_LOGITS)
 
 
 def least_loss(losses: Sequence[LossTerms], replicas: int) -> tf.Tensor:
-    """Return the least value of a replica's loss for its targets.
+    """Return the minimum of a replica's loss over all possible outputs.
 
-    It is 0 for losses that are not cross-entropies.
+    This minimum is 0 for losses that are not cross-entropies.
 
     Args:
         losses: Terms of each loss, with verdicts.
@@ -36,14 +36,14 @@ def least_loss(losses: Sequence[LossTerms], replicas: int) -> tf.Tensor:
     Returns:
         Scalar float64, scaled as the loss.
     """
-    least = [tf.zeros([], tf.float64)]
+    minima = [tf.zeros([], tf.float64)]
     for terms in losses:
         entropy = _by_likelihood(terms, _entropy)
         divisor = tf.ones_like(terms.count)
         if not terms.summed:
             divisor = terms.count * replicas
-        least.append(tf.math.divide_no_nan(terms.unit * entropy, divisor))
-    return tf.add_n(least)
+        minima.append(tf.math.divide_no_nan(terms.unit * entropy, divisor))
+    return tf.add_n(minima)
 
 
 def label_count(losses: Sequence[LossTerms]) -> tf.Tensor:
@@ -56,18 +56,18 @@ def label_count(losses: Sequence[LossTerms]) -> tf.Tensor:
 
 
 def _by_likelihood(terms: LossTerms, function: Any) -> tf.Tensor:
-    """Call a function of the call and the likelihood of a loss."""
+    """Return `function(call, likelihood)` for the likelihood of a loss."""
     call, verdict = terms.call, terms.verdict
     if call is None or call.reduction is None:
         return tf.zeros([], tf.float64)
     if verdict is None:
         return function(call, terms.likelihood)
-    # Several candidates may be forms of one likelihood.
+    # Call the function once per name: candidates may share a likelihood.
     values = {
         name: function(call, name) for name in dict.fromkeys(verdict.names)
     }
-    every = [*(values[name] for name in verdict.names), function(call, None)]
-    return tf.gather(tf.stack(every), verdict.index)
+    results = [*(values[name] for name in verdict.names), function(call, None)]
+    return tf.gather(tf.stack(results), verdict.index)
 
 
 def _labels(call: LossCall, likelihood: str | None) -> tf.Tensor:
@@ -85,11 +85,11 @@ def _entropy(call: LossCall, likelihood: str | None) -> tf.Tensor:
     y = call.y_true
     is_known = likelihood in (*_OF_CLASSES, *_OF_BITS)
     is_known &= isinstance(y, (tf.Tensor, tf.Variable, np.ndarray))
-    # The divergence of a target from itself is 0.
+    # The minimum of a divergence is 0: the divergence of y from itself.
     if not is_known or is_divergence(call.loss):
         return tf.zeros([], tf.float64)
     y = tf.convert_to_tensor(y)
-    # Integer targets may be smoothed; half precision would round the sums.
+    # Use float32: label smoothing needs it for integers, sums for float16.
     if not y.dtype.is_floating or y.dtype.size < 4:
         y = tf.cast(y, tf.float32)
     smoothing = tf.cast(
@@ -99,18 +99,18 @@ def _entropy(call: LossCall, likelihood: str | None) -> tf.Tensor:
         y = y * (1 - smoothing) + smoothing / 2
         entropies = _xlogx(y) + _xlogx(1 - y)
     elif y.shape.rank != call.y_pred.shape.rank:
-        return tf.zeros([], tf.float64)  # classes
+        return tf.zeros([], tf.float64)  # classes have no entropy
     else:
         y = y * (1 - smoothing)
         y += smoothing / tf.cast(tf.shape(y)[-1], y.dtype)
-        # The least value of `-sum y log p` has `p = y / sum y`.
+        # Insert `p = y / sum y`, which minimises `-sum y log p`.
         total = tf.reduce_sum(y, -1, keepdims=True)
         entropies = _xlogx(y) - tf.math.xlogy(y, total)
     return _weighted_sum(-entropies, call)
 
 
 def _weighted_sum(entropies: tf.Tensor, call: LossCall) -> tf.Tensor:
-    """Sum over the terms, with the weights and the mask of the loss."""
+    """Sum the entropies over the terms, with the loss's weights and mask."""
     reduction = call.reduction
     assert reduction is not None
     rank = reduction.values.shape.rank
@@ -129,5 +129,5 @@ def _weighted_sum(entropies: tf.Tensor, call: LossCall) -> tf.Tensor:
 
 
 def _xlogx(x: tf.Tensor) -> tf.Tensor:
-    x = tf.maximum(x, 0)  # invalid targets
+    x = tf.maximum(x, 0)  # avoid NaN for invalid (negative) targets
     return tf.math.xlogy(x, x)

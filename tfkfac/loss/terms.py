@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class Known(NamedTuple):
-    """Likelihood of a known loss, and unit u (see the module) of the loss.
+    """Likelihood of a known loss, and the unit u that the module defines.
 
     Attributes:
         likelihood: Name of the likelihood; None if the user has registered
@@ -77,7 +77,7 @@ _KNOWN_LOSSES: dict[Any, Known] = {
 }
 # Losses registered by the user, keyed like `_KNOWN_LOSSES`.
 _registered: set[Any] = set()
-# Keras' losses that need a label for each output.
+# Keras' losses that need a label for each output, not a class per term.
 _ELEMENTWISE = {
     keras.losses.mean_squared_error,
     keras.losses.mean_absolute_error,
@@ -130,7 +130,7 @@ def needs_recognition(loss: keras.losses.Loss) -> bool:
 def find_unit(
     call: LossCall, reduction: Reduction
 ) -> tuple[float | tf.Tensor, str | None, Recognition | None]:
-    """Find the likelihood of a loss, and the scale of the loss relative to it.
+    """Find the likelihood of a loss, and its unit u.
 
     Returns:
         `(unit, likelihood, recognition)`. The unit is the ratio of a loss value
@@ -141,13 +141,13 @@ def find_unit(
     y_pred = call.y_pred
     if not tf.is_tensor(y_pred) or not y_pred.shape.rank:
         return 1.0, None, None
-    known = look_up(_KNOWN_LOSSES, call.loss)
-    if known is not None:
+    known_loss = look_up(_KNOWN_LOSSES, call.loss)
+    if known_loss is not None:
         features = 1.0
-        if known.is_mean:
+        if known_loss.is_mean:
             features = _features(y_pred, reduction.values)
-        name = _likelihood(known.likelihood, call.loss, y_pred)
-        return known.factor / features, name, None
+        name = _likelihood(known_loss.likelihood, call.loss, y_pred)
+        return known_loss.factor / features, name, None
     if call.leaves is None:
         return 1.0, None, None
     with paused():
@@ -172,7 +172,7 @@ def _likelihood(
 
 
 def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:
-    """Return the number of outputs that each loss value averages.
+    """Return the number of outputs over which each loss value is a mean.
 
     The number is a tensor if the static shapes are unknown. The number of
     examples, which may be 0, has no effect.
@@ -193,7 +193,7 @@ def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:
 
 
 # ------------------------------------------------ losses that return a scalar
-_SUMS = "_tfkfac_sums"  # attribute of a loss: results of `is_sum` by shapes
+_SUMS = "_tfkfac_sums"  # attribute of a loss: cached results of `is_sum`
 
 
 def is_sum(call: LossCall) -> bool:
@@ -225,10 +225,10 @@ def _doubles(
         try:
             function = tf.function(loss.call, autograph=False)
             concrete = function.get_concrete_function(*specs)
-            pure = not has_effects(concrete.graph)
-            for once in examples if pure else ():
-                twice = [tf.concat([x, x], 0) for x in once]
-                first, second = (float(concrete(*x)) for x in (once, twice))
+            has_no_effects = not has_effects(concrete.graph)
+            for single in examples if has_no_effects else ():
+                doubled = [tf.concat([x, x], 0) for x in single]
+                first, second = (float(concrete(*x)) for x in (single, doubled))
                 if math.isfinite(first) and first != 0:
                     return math.isclose(second, 2 * first, rel_tol=_TOLERANCE)
         except Exception:  # the loss may reject synthetic data
@@ -239,7 +239,7 @@ def _doubles(
 def _examples(
     specs: Sequence[tf.TensorSpec],
 ) -> list[list[tf.Tensor]]:
-    """Return synthetic (labels, outputs): real, probabilities, class 0."""
+    """Return synthetic (labels, outputs): real, binary and class labels."""
     shapes = [[2, *(size or 2 for size in spec.shape[1:])] for spec in specs]
     normal = [
         tf.random.stateless_normal(shape, [i, 0], dtype=spec.dtype)
@@ -289,8 +289,8 @@ class LossTerms:
 
 
 def mean_over(count: Any) -> LossTerms:
-    """Describe a mean over `count` terms of unknown likelihood."""
-    return LossTerms(_wide(count), _wide(1))
+    """Create `LossTerms` for a mean of `count` terms, likelihood unknown."""
+    return LossTerms(_float64(count), _float64(1))
 
 
 def read_terms(
@@ -312,14 +312,14 @@ def _terms_of(
 ) -> LossTerms:
     values = reduction.values
     unit, likelihood, recognition = find_unit(call, reduction)
-    # Keep the unit positive, so that a negative loss weight still reverses the
-    # step.
-    scale = tf.abs(_wide(weight)) * _wide(unit)
+    # Use the absolute weight: division by a negative unit would cancel the sign
+    # of a negative loss weight.
+    scale = tf.abs(_float64(weight)) * _float64(unit)
     value = tf.cast(call.result, values.dtype) * tf.cast(weight, values.dtype)
     is_fixed = not (tf.is_tensor(unit) or tf.is_tensor(weight))
     count, squares = _count(reduction) if values.shape.rank else (1, None)
     terms = LossTerms(
-        _wide(count),
+        _float64(count),
         scale,
         values.shape.rank > 0 and reduction.kind in ("sum", "none", None),
         is_fixed,
@@ -333,7 +333,7 @@ def _terms_of(
 
 
 def _scalar_terms(terms: LossTerms, call: LossCall) -> LossTerms:
-    """Adapt the terms of a loss that returns a scalar.
+    """Set the number of terms and the unit of a loss that returns a scalar.
 
     The user's loss reduces over the examples. Unlike Keras' reduction it does
     not divide by the number of replicas.
@@ -341,7 +341,7 @@ def _scalar_terms(terms: LossTerms, call: LossCall) -> LossTerms:
     count = predictions = _predictions(call.y_pred)
     summed, unit, recognition = False, terms.unit, terms.recognition
     if needs_recognition(call.loss):
-        count = _wide(tf.shape(keras.tree.flatten(call.y_pred)[0])[0])
+        count = _float64(tf.shape(keras.tree.flatten(call.y_pred)[0])[0])
         summed = is_sum(call)
     if not summed:
         unit *= tf.distribute.get_strategy().num_replicas_in_sync
@@ -363,27 +363,27 @@ def _count(reduction: Reduction) -> tuple[tf.Tensor, tf.Tensor | None]:
     The second result is None unless the divisor is the sum of the weights.
     """
     weights, mask = reduction.weights, reduction.mask
-    valid = None if mask is None else _wide(mask)
+    valid = None if mask is None else _float64(mask)
     if reduction.kind == "mean_with_sample_weight" and weights is not None:
-        wide = _wide(weights)
+        wide = _float64(weights)
         if valid is not None:
             wide *= tf.reshape(valid, tf.shape(wide))
         return tf.reduce_sum(wide), tf.reduce_sum(tf.square(wide))
-    count = _wide(tf.size(reduction.values))
+    count = _float64(tf.size(reduction.values))
     if valid is None:
         return count, None
-    num_valid = tf.reduce_sum(valid)
-    return tf.math.divide_no_nan(count * num_valid, _wide(tf.size(mask))), None
+    n_valid = tf.reduce_sum(valid)
+    return tf.math.divide_no_nan(count * n_valid, _float64(tf.size(mask))), None
 
 
 def _predictions(y_pred: Any) -> tf.Tensor:
-    """Return the number of predictions: vectors along the last axis."""
+    """Return the number of predictions, which are vectors on the last axis."""
     first = keras.tree.flatten(y_pred)[0]
     shape = tf.shape(first)
     if first.shape.rank == 1:
-        return _wide(shape[0])
-    return _wide(tf.reduce_prod(shape[:-1]))
+        return _float64(shape[0])
+    return _float64(tf.reduce_prod(shape[:-1]))
 
 
-def _wide(value: Any) -> tf.Tensor:
+def _float64(value: Any) -> tf.Tensor:
     return tf.cast(value, tf.float64)

@@ -12,7 +12,7 @@ from tfkfac.factors import Factor, Part, Side, Tensors
 
 T = TypeVar("T")
 
-# Types of a block's factors by name; without "A" the factor A is the identity.
+# Factor types of a block by name, "A" and "G". Without "A", A is the identity.
 Factors = Mapping[str, Factor]
 
 # Side of the gradient matrix W on which the inverse of a factor is multiplied,
@@ -23,9 +23,9 @@ SIDES: dict[str, Side] = {"G": "right", "A": "left"}
 class Solver(abc.ABC):
     """Decompose the factors of a block, and precondition its gradient.
 
-    A decomposition is a mapping of tensors, its parts. The name of a part is
-    the name of its factor, "A" or "G", and a suffix that the class of the
-    factor defines.
+    A decomposition is a mapping of tensors, its parts. The key of a tensor is
+    the name of the factor, "A" or "G", and a suffix that the factor type
+    defines.
 
     Spectral steps need a root R of the preconditioner, `R R^T`. Then `apply`
     transforms a gradient W by `R^T`, and `apply_back` a direction by `R`. For
@@ -58,7 +58,7 @@ class Solver(abc.ABC):
 
     @abc.abstractmethod
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:
-        """Return the parts that `decompose` computes for one factor.
+        """Return specs of the tensors that `decompose` computes for one factor.
 
         Args:
             factors: Types of the block's factors.
@@ -69,15 +69,15 @@ class Solver(abc.ABC):
         """
 
     def kept(self, factors: Factors) -> dict[str, Part]:
-        """Return the parts that `combine` returns, which are stored."""
+        """Return specs of the stored tensors, the results of `combine`."""
         return self.all_parts(factors)
 
     def all_parts(self, factors: Factors) -> dict[str, Part]:
-        """Return the parts that `decompose` computes for all factors."""
+        """Return specs of the tensors that `decompose` computes in total."""
         return {
-            part_name: part
+            key: spec
             for name in factors
-            for part_name, part in self.parts(factors, name).items()
+            for key, spec in self.parts(factors, name).items()
         }
 
     @abc.abstractmethod
@@ -101,14 +101,14 @@ class Solver(abc.ABC):
         """
 
     def combine(self, parts: Tensors, damping: tf.Tensor) -> Tensors:
-        """Combine the parts of all factors into a decomposition."""
+        """Combine the tensors of all factors into the stored decomposition."""
         return parts
 
     @abc.abstractmethod
     def apply(
         self, factors: Factors, decomposition: Tensors, gradient: LayerGradient
     ) -> LayerGradient:
-        """Precondition the gradient of a layer; by `R^T` with `by_roots`.
+        """Precondition a gradient; with `by_roots`, multiply it by `R^T`.
 
         Args:
             factors: Types of the block's factors.
@@ -122,7 +122,7 @@ class Solver(abc.ABC):
     def apply_back(
         self, factors: Factors, decomposition: Tensors, matrix: tf.Tensor
     ) -> tf.Tensor:
-        """Multiply a direction by R; for `by_roots` only.
+        """Multiply a direction by the root R; for `by_roots` only.
 
         Args:
             factors: Types of the block's factors.
@@ -133,12 +133,12 @@ class Solver(abc.ABC):
 
 
 def with_prefix(name: str, parts: Mapping[str, T]) -> dict[str, T]:
-    """Put the name of the factor before the suffix of each part."""
-    return {name + suffix: part for suffix, part in parts.items()}
+    """Prefix each key, which is a suffix, with the name of the factor."""
+    return {name + suffix: value for suffix, value in parts.items()}
 
 
 def of_factor(name: str, tensors: Tensors) -> dict[str, tf.Tensor]:
-    """Select the parts of one factor, keyed by suffix."""
+    """Select the tensors of one factor, keyed by suffix."""
     return {
         key.removeprefix(name): tensor
         for key, tensor in tensors.items()
@@ -147,7 +147,7 @@ def of_factor(name: str, tensors: Tensors) -> dict[str, tf.Tensor]:
 
 
 def most_rows(factors: Factors, workers: int) -> int:
-    """Return the largest number of rows for which a row gradient is cheaper.
+    """Return the number of rows up to which a row gradient is cheaper.
 
     Let a block have `N` rows, `n` inputs and `m` outputs. The product of a
     vector with the inverse of A takes `p` multiplications, with G `q`.
@@ -163,5 +163,5 @@ def most_rows(factors: Factors, workers: int) -> int:
     matrix = p * m + q * n
     if workers > 1:
         return matrix // (p + q + n * m)
-    root = math.sqrt((p + q) ** 2 + 4 * (n + m) * matrix)
-    return int((root - (p + q)) / (2 * (n + m)))
+    discriminant_root = math.sqrt((p + q) ** 2 + 4 * (n + m) * matrix)
+    return int((discriminant_root - (p + q)) / (2 * (n + m)))

@@ -29,8 +29,8 @@ class EigenSolver(Solver):
 
     @override
     def kept(self, factors: Factors) -> dict[str, Part]:
-        parts = self.all_parts(factors)
-        return without_values(parts) | outer_part(parts)
+        specs = self.all_parts(factors)
+        return without_values(specs) | outer_part(specs)
 
     @override
     def decompose(
@@ -40,10 +40,10 @@ class EigenSolver(Solver):
         means: Tensors,
         damping: tf.Tensor,
     ) -> Tensors:
-        parts: dict[str, tf.Tensor] = {}
+        tensors: dict[str, tf.Tensor] = {}
         for name, value in values.items():
-            parts |= with_prefix(name, factors[name].eigen(value))
-        return parts
+            tensors |= with_prefix(name, factors[name].eigen(value))
+        return tensors
 
     @override
     def combine(self, parts: Tensors, damping: tf.Tensor) -> Tensors:
@@ -51,13 +51,13 @@ class EigenSolver(Solver):
         if "A" + VALUES in parts:
             outer = parts["A" + VALUES][..., :, None] * outer
         damped = outer + tf.cast(damping, outer.dtype)
-        # Bound the condition number, for a damping of 0. D = 1 for a block of
-        # zeros.
+        # Bound the condition number, in case the damping is 0. Set D = 1 for a
+        # block of zeros.
         largest = tf.reduce_max(damped, [-2, -1], keepdims=True)
         damped = tf.maximum(damped, rounding(outer.dtype) * largest)
         damped = tf.where(largest == 0, tf.ones_like(damped), damped)
-        outer = tf.math.rsqrt(damped) if self.by_roots else 1 / damped
-        return without_values(parts) | {"D": outer}
+        D = tf.math.rsqrt(damped) if self.by_roots else 1 / damped
+        return without_values(parts) | {"D": D}
 
     @override
     def apply(
@@ -65,14 +65,14 @@ class EigenSolver(Solver):
     ) -> LayerGradient:
         sides = {name: side for name, side in SIDES.items() if name in factors}
         matrix = gradient.matrix
-        # Rotate in the dtype of the gradient: D can amplify rounding errors.
-        parts = {k: tf.cast(t, matrix.dtype) for k, t in decomposition.items()}
-        bases = {name: of_factor(name, parts) for name in sides}
-        outer = parts["D"]
+        # Cast bfloat16 to the gradient's dtype: D can amplify rounding errors.
+        casts = {k: tf.cast(t, matrix.dtype) for k, t in decomposition.items()}
+        bases = {name: of_factor(name, casts) for name in sides}
+        D = casts["D"]
         for name, side in sides.items():
             matrix = factors[name].rotate(bases[name], matrix, side)
-            outer = factors[name].widen(outer, side)
-        matrix = matrix * outer
+            D = factors[name].widen(D, side)
+        matrix = matrix * D
         for name, side in sides.items():
             matrix = factors[name].rotate(bases[name], matrix, side, back=True)
         return MatrixGradient(matrix)
@@ -86,12 +86,12 @@ class EigenSolver(Solver):
 
 
 def outer_part(parts: Mapping[str, Part]) -> dict[str, Part]:
-    """Return the part `D` of shape (..., inputs, outputs)."""
+    """Return the spec of `D`, with shape `(..., inputs, outputs)`."""
     *stack, outputs = parts["G" + VALUES].shape
     inputs = parts["A" + VALUES].shape[-1] if "A" + VALUES in parts else 1
     return {"D": Part((*stack, inputs, outputs))}
 
 
 def without_values(parts: Mapping[str, T]) -> dict[str, T]:
-    """Remove the eigenvalues, which are stored only as `D`."""
-    return {k: part for k, part in parts.items() if not k.endswith(VALUES)}
+    """Remove the eigenvalues, which are stored only within `D`."""
+    return {k: value for k, value in parts.items() if not k.endswith(VALUES)}

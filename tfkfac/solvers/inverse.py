@@ -7,7 +7,7 @@ from tfkfac.blocks import LayerGradient, MatrixGradient, RowGradient
 from tfkfac.factors import Part, Side, Tensors
 from tfkfac.solvers.base import SIDES, Factors, Solver, of_factor, with_prefix
 
-# Beyond this ratio the smaller factor is negligible against its damping.
+# Bound of `pi`: beyond it the smaller factor is negligible to its damping.
 _MAX_PI = 1e6
 
 
@@ -25,8 +25,8 @@ class InverseSolver(Solver):
     @override
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:
         factor = factors[name]
-        parts = factor.root_parts() if self.by_roots else factor.inverse_parts()
-        return with_prefix(name, parts)
+        specs = factor.root_parts() if self.by_roots else factor.inverse_parts()
+        return with_prefix(name, specs)
 
     @override
     def decompose(
@@ -36,13 +36,13 @@ class InverseSolver(Solver):
         means: Tensors,
         damping: tf.Tensor,
     ) -> Tensors:
-        parts: dict[str, tf.Tensor] = {}
+        tensors: dict[str, tf.Tensor] = {}
         for name, value in values.items():
-            share = self.share(name, means, tf.cast(damping, value.dtype))
+            shift = self.share(name, means, tf.cast(damping, value.dtype))
             factor = factors[name]
             decompose = factor.root if self.by_roots else factor.inverse
-            parts |= with_prefix(name, decompose(value, share))
-        return parts
+            tensors |= with_prefix(name, decompose(value, shift))
+        return tensors
 
     def share(self, name: str, means: Tensors, damping: tf.Tensor) -> tf.Tensor:
         """Return the damping that is added to the eigenvalues of one factor.
@@ -96,16 +96,16 @@ class InverseSolver(Solver):
         back: bool = False,
     ) -> tf.Tensor:
         """Multiply a matrix by the inverse of one factor, or by its root."""
-        factor, parts = factors[name], of_factor(name, decomposition)
-        inverse = factor.for_products(parts, matrix.dtype)
+        factor, tensors = factors[name], of_factor(name, decomposition)
+        inverse = factor.for_products(tensors, matrix.dtype)
         if self.by_roots:
             return factor.multiply_root(inverse, matrix, side, back)
         return factor.multiply(inverse, matrix, side)
 
 
 def balance(mean_a: tf.Tensor, mean_g: tf.Tensor) -> tf.Tensor:
-    """Return `pi`, clipped to [1 / _MAX_PI, _MAX_PI]; 1 for a zero factor."""
-    ratio = tf.sqrt(tf.math.divide_no_nan(mean_a, mean_g))
-    ratio = tf.where(mean_g > 0, ratio, tf.ones_like(ratio))
-    ratio = tf.where(mean_a > 0, ratio, tf.ones_like(ratio))
-    return tf.clip_by_value(ratio, 1 / _MAX_PI, _MAX_PI)
+    """Return `pi` within [1 / _MAX_PI, _MAX_PI]; 1 if a factor is zero."""
+    pi = tf.sqrt(tf.math.divide_no_nan(mean_a, mean_g))
+    pi = tf.where(mean_g > 0, pi, tf.ones_like(pi))
+    pi = tf.where(mean_a > 0, pi, tf.ones_like(pi))
+    return tf.clip_by_value(pi, 1 / _MAX_PI, _MAX_PI)

@@ -11,7 +11,7 @@ _BUILT_IN: dict[str, type[Solver]] = {
     "inverse": InverseSolver,
 }
 SOLVERS = dict(_BUILT_IN)
-# Other sections of saved state, which a solver's section must not replace.
+# Sections of saved state that a solver's name must not replace.
 RESERVED = ("format", "share", "state")
 
 
