@@ -90,14 +90,14 @@ def fit(inputs: tf.Tensor, geometry: Geometry) -> tuple[tf.Tensor, list[Any]]:
     ):
         extent, cells = (size - 1) * rate + 1, size_of(inputs, axis)
         if stride == 1:
-            paddings.append(ends(extent, padding))
+            paddings.append(unit_stride_padding(extent, padding))
             index.append(slice(None))
-            outputs.append(longer(cells, sum(paddings[-1]) + 1 - extent))
+            outputs.append(plus(cells, sum(paddings[-1]) + 1 - extent))
             continue
         before, count = fit_axis(cells, extent, stride, padding)
         end = (count + (extent - 1) // stride) * stride - before
         index.append(slice(end))
-        paddings.append((before, _larger(end - cells, 0)))
+        paddings.append((before, _maximum(end - cells, 0)))
         outputs.append(count)
     if max(strides) > 1:
         inputs = inputs[tuple(index)]
@@ -109,15 +109,15 @@ def fit(inputs: tf.Tensor, geometry: Geometry) -> tuple[tf.Tensor, list[Any]]:
     return padded, outputs
 
 
-def ends(extent: int, padding: str) -> tuple[int, int]:
-    """Padding before and after an axis for stride 1, for any image size."""
+def unit_stride_padding(extent: int, padding: str) -> tuple[int, int]:
+    """Padding before and after an axis for stride 1 and any image size."""
     before, count = fit_axis(extent, extent, 1, padding)
     return before, count - 1 - before
 
 
-def longer(size: Any, by: int) -> Any:
-    """Return `size + by`, without an operation if `by` is 0."""
-    return size + by if by else size
+def plus(size: Any, increment: int) -> Any:
+    """Return the sum, without a graph operation if the increment is 0."""
+    return size + increment if increment else size
 
 
 def fit_axis(
@@ -132,14 +132,14 @@ def fit_axis(
     if padding == "causal":
         return extent - 1, (size - 1) // stride + 1
     output = (size + stride - 1) // stride
-    return _larger((output - 1) * stride + extent - size, 0) // 2, output
+    return _maximum((output - 1) * stride + extent - size, 0) // 2, output
 
 
-def _larger(number: Any, least: int) -> Any:
+def _maximum(number: Any, minimum: int) -> Any:
     """Maximum; a Python integer if `number` is a Python integer."""
     if isinstance(number, int):
-        return max(number, least)
-    return tf.maximum(number, least)
+        return max(number, minimum)
+    return tf.maximum(number, minimum)
 
 
 class AllChannelPairs:
@@ -155,17 +155,17 @@ class AllChannelPairs:
         The result has shape `(2 height - 1, 2 width - 1, ...)` for a `size`
         of `(height, width)`, with negative shifts first.
         """
-        (down, right), channels = size, images.shape[-1]
-        paddings = [[0, 0], [0, down - 1], [right - 1, right - 1], [0, 0]]
-        half = tf.raw_ops.Conv2DBackpropFilter(
+        (height, width), channels = size, images.shape[-1]
+        paddings = [[0, 0], [0, height - 1], [width - 1, width - 1], [0, 0]]
+        down = tf.raw_ops.Conv2DBackpropFilter(
             input=tf.pad(images, paddings),
-            filter_sizes=[down, 2 * right - 1, channels, channels],
+            filter_sizes=[height, 2 * width - 1, channels, channels],
             out_backprop=images,
             strides=[1] * 4,
             padding="VALID",  # oneDNN does not support explicit padding.
-        )  # Axis 2 is the shifted channel, axis 3 the other channel.
-        opposite = tf.reverse(half[1:], [0, 1])
-        return tf.concat([opposite, tf.transpose(half, [0, 1, 3, 2])], 0)
+        )  # Vertical shifts >= 0; axis 2 is the channel of the shifted image.
+        up = tf.reverse(down[1:], [0, 1])
+        return tf.concat([up, tf.transpose(down, [0, 1, 3, 2])], 0)
 
     def patch_products(
         self, images: tf.Tensor, size: Sequence[int], stride: int = 1
@@ -192,7 +192,7 @@ class AllChannelPairs:
         return tf.reshape(products, [elements, elements])
 
     def as_row(self, sums: tf.Tensor) -> tf.Tensor:
-        """Reshape `(height, width, channels)` to the order of the matrix."""
+        """Flatten a patch `(height, width, channels)` in factor order."""
         return tf.reshape(sums, [-1])
 
 
@@ -204,12 +204,12 @@ class SameChannelPairs(AllChannelPairs):
 
     @override
     def correlation(self, images: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
-        down, right = size
-        paddings = [[0, 0], [0, down - 1], [right - 1, right - 1], [0, 0]]
+        height, width = size
+        paddings = [[0, 0], [0, height - 1], [width - 1, width - 1], [0, 0]]
         padded = tf.pad(images, paddings)
-        size = (down, 2 * right - 1)
-        half = self._filter_gradients(padded, size, [images], 1)[0]
-        return tf.concat([tf.reverse(half[1:], [0, 1]), half], 0)[..., 0]
+        size = (height, 2 * width - 1)
+        down = self._filter_gradients(padded, size, [images], 1)[0]
+        return tf.concat([tf.reverse(down[1:], [0, 1]), down], 0)[..., 0]
 
     @override
     def patch_products(
@@ -397,9 +397,9 @@ def _in_strides(geometry: Geometry) -> list[int]:
 
 def _unpadded(images: tf.Tensor, geometry: Geometry) -> Window:
     """Window of stride 1 without explicit padding, for large images."""
-    paddings = [ends(kernel, geometry.padding) for kernel in geometry.size]
+    paddings = [unit_stride_padding(k, geometry.padding) for k in geometry.size]
     outputs = [
-        longer(size_of(images, axis), sum(paddings[axis - 1]) + 1 - kernel)
+        plus(size_of(images, axis), sum(paddings[axis - 1]) + 1 - kernel)
         for axis, kernel in enumerate(geometry.size, start=1)
     ]
     return Window(images, geometry.size, paddings, outputs)
@@ -440,11 +440,11 @@ def _products(pairs: AllChannelPairs, window: Window) -> tf.Tensor:
     """Products of all pairs of offsets, in the shape of `patch_products`."""
     shifts = pairs.correlation(window.images, window.size)
     total = _expand_shifts(shifts, window.size)
-    # Top and bottom edges include the corners; left and right edges do not.
+    # Only the top and bottom edges include the corners, by full padding.
     full = (window.size[1] - 1, window.size[1] - 1)
-    for axis, along in ((0, full), (1, window.padding[0])):
+    for axis, padding in ((0, full), (1, window.padding[0])):
         for at_end in (False, True):
-            total = _subtract_edge(pairs, total, window, axis, along, at_end)
+            total = _subtract_edge(pairs, total, window, axis, padding, at_end)
     return total
 
 
@@ -465,10 +465,10 @@ def _subtract_edge(
     total: tf.Tensor,
     window: Window,
     axis: int,
-    along: tuple[int, int],
+    other_padding: tuple[int, int],
     at_end: bool,
 ) -> tf.Tensor:
-    """Subtract the positions beyond one end of the outputs in one axis."""
+    """Subtract patches at positions beyond one end of the outputs."""
     size = window.size[axis]
     cells = size - 1 - window.padding[axis][at_end]
     if not cells:
@@ -477,7 +477,7 @@ def _subtract_edge(
     images = window.images
     strip = images[:, edge] if axis == 0 else images[:, :, edge]
     paddings = [[0, 0]] * 4
-    paddings[2 - axis] = list(along)
+    paddings[2 - axis] = list(other_padding)
     strip = tf.pad(strip, paddings)
     kernel = [cells, window.size[1]] if axis == 0 else [window.size[0], cells]
     products = pairs.patch_products(strip, kernel)
