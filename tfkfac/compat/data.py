@@ -83,7 +83,7 @@ def copy_generated(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _copy(component: Any) -> Any:
-    """Copy a tensor of numbers; other types never share memory of the user."""
+    """Copy a numeric tensor; other components share no user memory."""
     if isinstance(component, tf.Tensor) and component.dtype.is_numpy_compatible:
         return tf.raw_ops.DeepCopy(x=component)
     return component
@@ -139,7 +139,7 @@ def reshuffle_arrays(seed: int) -> Iterator[None]:
                 lambda: np.int64(iterators[id(adapter)]), [], tf.int64
             )
             number.set_shape(())
-            # With `shuffle="batch"` the first index distinguishes batches.
+            # `indices[0]` gives each batch its seed, for `shuffle="batch"`.
             return tf.random.experimental.stateless_shuffle(
                 indices, [seed + number, indices[0]]
             )

@@ -299,7 +299,7 @@ def _unoptimized_calls() -> Iterator[None]:
 
 
 def _unoptimized_config() -> tf.compat.v1.ConfigProto:
-    """Config of a call whose function is not optimised."""
+    """Config that disables graph optimisation of a called function."""
     config = tf.compat.v1.ConfigProto()
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     return config
@@ -336,7 +336,7 @@ def when(predicate: tf.Tensor, do: Callable[[], object]) -> list[tf.Operation]:
     def body() -> None:
         do()
 
-    # Profiles and graphs show this name.
+    # Name the function after `do`, for profiles and graphs.
     body.__name__ = getattr(do, "__name__", "branch").strip("<>")
     function = not_inlined(body).get_concrete_function()
     name = function.name.decode()

@@ -20,7 +20,7 @@ from tfkfac.capture.model_taps import (
 from tfkfac.capture.walk import walk
 from tfkfac.compat.graphs import kept_variables
 from tfkfac.compat.losses import observed_losses
-from tfkfac.compat.models import call_takes_training, kept_losses, losing_layers
+from tfkfac.compat.models import call_takes_training, kept_losses, loss_layers
 from tfkfac.loss.shares import LossMeasure, weigh
 from tfkfac.loss.terms import (
     LossTerms,
@@ -192,7 +192,7 @@ def changed_layers(
     """Return names of layers that a call updates, and that add a loss."""
     with stateless(model) as scope:
         model(*call.args, **call.kwargs)
-        losing = losing_layers(model, scope)
+        losing = loss_layers(model, scope)
     changed = []
     for node in walk(model):  # inner layers come before outer layers
         states = node.layer.non_trainable_variables
