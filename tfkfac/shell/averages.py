@@ -26,8 +26,8 @@ class AveragingOptimizer(KerasOptimizer):
         rest = self.rest_optimizer
         return [self.inner_optimizer] + ([] if rest is None else [rest])
 
-    # Keras' `SwapEMAWeights` reads `use_ema` and
-    # `_model_variables_moving_average`, also of an optimizer in a loss scaler.
+    # Keras' `SwapEMAWeights` reads the properties `use_ema` and
+    # `_model_variables_moving_average`, also inside a loss scaler.
     @property
     def use_ema(self) -> bool:
         """True if the inner or the rest optimizer averages the weights."""

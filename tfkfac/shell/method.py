@@ -67,7 +67,7 @@ class Method(abc.ABC):
         """Run one training step."""
 
     def covered(self) -> list[keras.Variable]:
-        """Return the weights not left to the rest optimizer; default: all."""
+        """Return the weights that the inner optimizer updates; default: all."""
         return list(self.job.model.trainable_variables)
 
     def peers(self, rank: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def unit_of(count: int) -> tuple[int, str]:
-    """Return the bytes and the name of the largest unit of at most `count`."""
+    """Choose a unit for `count` bytes: (1024, "KB") for 3000 bytes."""
     size = 1
     for unit in ("B", "KB", "MB"):
         if count < 1024 * size:
