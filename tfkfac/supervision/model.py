@@ -46,7 +46,7 @@ def hook_compile() -> None:
 
 
 def _bind(model: keras.Model) -> None:
-    """Attach a compiled model to its optimizer, if it is of tfkfac.
+    """Attach an optimizer of tfkfac to the model compiled with it.
 
     A Keras optimizer has no reference to its model. `compile` always runs
     before the first trace, also in `load_model`. Detach the optimizer of an
@@ -67,7 +67,7 @@ def _bind(model: keras.Model) -> None:
             undo_overflows(scaler, outer)
         keep_on(model, _BOUND, lambda: weakref.ref(outer))
         if model.built and not unbuilt(model):
-            # Creating variables in the first step would cause a second trace.
+            # Build now: building in the first step would cause a retrace.
             outer.build_in_scope(model.trainable_variables)
             if scaler is not None:
                 # Only a built optimizer can load its variables from files.
@@ -88,7 +88,7 @@ def _after_compile(model: keras.Model) -> None:
             names = "fit", "evaluate", "predict"
             overrides += [wrap_fit(model, _averaging, name) for name in names]
     if overrides:
-        # An `ExitStack`: Keras would search a list for layers to save.
+        # Use an `ExitStack`: Keras would search a list for layers to save.
         stack = keep_on(model, _OVERRIDES, contextlib.ExitStack)
         for item in overrides:
             stack.callback(item.remove)
@@ -108,10 +108,12 @@ def _supervise(
     watched = contextlib.nullcontext if watch is None else watch.fit
 
     @contextlib.contextmanager
-    def within(callbacks: Callbacks, given: Arguments) -> Iterator[Callbacks]:
+    def within(
+        callbacks: Callbacks, arguments: Arguments
+    ) -> Iterator[Callbacks]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(watched())
-            extra = stack.enter_context(common_order(strategy, given))
+            extra = stack.enter_context(common_order(strategy, arguments))
             callbacks = [*extra, *callbacks] if extra else callbacks
             if optimizer is None:
                 yield callbacks
@@ -124,7 +126,7 @@ def _supervise(
             for callback in callbacks:
                 if isinstance(callback, contextlib.AbstractContextManager):
                     stack.enter_context(callback)
-            first_epoch = given.get("initial_epoch", 0)
+            first_epoch = arguments.get("initial_epoch", 0)
             supervision = Supervision(optimizer, callbacks, first_epoch)
             yield [supervision, *callbacks, supervision.last]
 
@@ -148,7 +150,7 @@ def _supervise(
         streaks = optimizer.method.job.streaks if optimizer is not None else ()
         if not streaks or not int(streaks[0].excluded.numpy()):
             return results
-        # No batch has counted: Keras' mean would be 0.
+        # Return NaN where no batch has counted; Keras' mean would be 0.
         return keras.tree.map_structure(
             lambda result: tf.fill(tf.shape(result), math.nan), results
         )
