@@ -170,7 +170,7 @@ class Block(abc.ABC):
     def input_multiplications(
         self, inputs: Sequence[int | None], rows: int
     ) -> float:
-        """Estimate the multiplications of the statistic of A.
+        """Estimate the number of multiplications to compute A from a batch.
 
         Args:
             inputs: Shape of the layer's input.
@@ -223,7 +223,7 @@ class Block(abc.ABC):
 
 
 class MatrixBlock(Block):
-    """Block of a kernel that can be reshaped to a matrix, with its bias.
+    """Block of a layer with a matrix-shaped kernel and an optional bias.
 
     The layer has an attribute `kernel`, and optionally `bias`. A subclass
     implements `rows` and applies `with_bias` to the inputs.

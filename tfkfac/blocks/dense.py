@@ -54,7 +54,7 @@ class Labels:
     outputs: str
 
     @classmethod
-    def of(cls, layer: keras.layers.EinsumDense) -> "Labels":
+    def parse(cls, layer: keras.layers.EinsumDense) -> "Labels":
         """Parse the equation of a layer and expand its ellipsis."""
         equation = layer.equation.replace(" ", "")
         unused = [c for c in string.ascii_uppercase if c not in equation]
@@ -67,26 +67,26 @@ class Labels:
     @property
     def shared(self) -> str:
         """Batch and position axes: in input and output, not in the kernel."""
-        return _pick(self.inputs, self.outputs, self.kernel)
+        return _select(self.inputs, self.outputs, self.kernel)
 
     @property
     def groups(self) -> str:
         """Group axes: in input, kernel and output."""
-        return _pick(self.kernel, _pick(self.inputs, self.outputs))
+        return _select(self.kernel, _select(self.inputs, self.outputs))
 
     @property
     def contracted(self) -> str:
         """Input feature axes, in the order of the kernel."""
-        return _pick(self.kernel, self.inputs, self.outputs)
+        return _select(self.kernel, self.inputs, self.outputs)
 
     @property
     def features(self) -> str:
         """Output feature axes, in the order of the kernel."""
-        return _pick(self.kernel, self.outputs, self.inputs)
+        return _select(self.kernel, self.outputs, self.inputs)
 
 
-def _pick(labels: str, within: str, excluded: str = "") -> str:
-    """Filter labels: in `within` and not in `excluded`."""
+def _select(labels: str, within: str, excluded: str = "") -> str:
+    """Select the labels that are in `within` and not in `excluded`."""
     return "".join(c for c in labels if c in within and c not in excluded)
 
 
@@ -107,7 +107,7 @@ class EinsumDenseBlock(MatrixBlock):
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
-        self._labels = Labels.of(layer)
+        self._labels = Labels.parse(layer)
         batch = self._labels.inputs[0]
         self.examples_first = self._labels.outputs.startswith(batch)
         self._axis_sizes = dict(
@@ -119,7 +119,7 @@ class EinsumDenseBlock(MatrixBlock):
     @staticmethod
     @override
     def unsupported(layer: keras.layers.Layer) -> str | None:
-        labels = Labels.of(layer)
+        labels = Labels.parse(layer)
         features = labels.groups + labels.contracted + labels.features
         if set(features) != set(labels.kernel) or labels.inputs[0] in features:
             return f"einsum equation {layer.equation!r}"
@@ -161,7 +161,7 @@ class EinsumDenseBlock(MatrixBlock):
     def _bias_labels(self) -> str:
         """Axis labels of the bias, in the order of the output."""
         labels = self._labels.groups + self._labels.features
-        return _pick(self._labels.outputs, labels)
+        return _select(self._labels.outputs, labels)
 
     def _bias_shape(self) -> list[int]:
         return [self._axis_sizes[c] for c in self._bias_labels()]

@@ -116,7 +116,7 @@ class ProjectionBlock(DenseBlock):
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
-        # A soft cap reads `record.output`, which is not subsampled.
+        # Not with a soft cap: `rows` then needs the whole `record.output`.
         self.examples_first = layer.logit_soft_cap is None
 
     def _find_kernel(self) -> keras.Variable:

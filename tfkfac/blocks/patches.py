@@ -72,7 +72,7 @@ def _slices(
     """Slices of equal spatial size, with the whole batch and all channels."""
     size = tf.convert_to_tensor([-1, *sizes, -1])
     slices = [tf.slice(image, [0, *start, 0], size) for start in starts]
-    for cut in slices:  # A dynamic size loses the static number of channels.
+    for cut in slices:  # Restore the static number of channels.
         cut.set_shape([None] * (len(sizes) + 1) + [image.shape[-1]])
     return slices
 
@@ -95,16 +95,16 @@ def fit(inputs: tf.Tensor, geometry: Geometry) -> tuple[tf.Tensor, list[Any]]:
             outputs.append(plus(cells, sum(paddings[-1]) + 1 - extent))
             continue
         before, count = fit_axis(cells, extent, stride, padding)
-        end = (count + (extent - 1) // stride) * stride - before
-        index.append(slice(end))
-        paddings.append((before, _maximum(end - cells, 0)))
+        num_used = (count + (extent - 1) // stride) * stride - before
+        index.append(slice(num_used))
+        paddings.append((before, _maximum(num_used - cells, 0)))
         outputs.append(count)
     if max(strides) > 1:
         inputs = inputs[tuple(index)]
     if all(isinstance(n, int) and not n for pair in paddings for n in pair):
         return inputs, outputs
     padded = tf.pad(inputs, [*paddings, (0, 0)])
-    # Dynamic padding loses the static number of channels.
+    # Restore the static number of channels, which dynamic padding loses.
     padded.set_shape([None] * (len(outputs) + 1) + [inputs.shape[-1]])
     return padded, outputs
 
@@ -157,13 +157,14 @@ class AllChannelPairs:
         """
         (height, width), channels = size, images.shape[-1]
         paddings = [[0, 0], [0, height - 1], [width - 1, width - 1], [0, 0]]
+        # Vertical shifts d >= 0; axis 2 is the channel of the shifted image.
         down = tf.raw_ops.Conv2DBackpropFilter(
             input=tf.pad(images, paddings),
             filter_sizes=[height, 2 * width - 1, channels, channels],
             out_backprop=images,
             strides=[1] * 4,
             padding="VALID",  # oneDNN does not support explicit padding.
-        )  # Vertical shifts >= 0; axis 2 is the channel of the shifted image.
+        )
         up = tf.reverse(down[1:], [0, 1])
         return tf.concat([up, tf.transpose(down, [0, 1, 3, 2])], 0)
 
@@ -253,7 +254,7 @@ class SameChannelPairs(AllChannelPairs):
 
 
 class Window(NamedTuple):
-    """A two-dimensional convolution, prepared for the correlation.
+    """Images and geometry of a two-dimensional convolution, for `_products`.
 
     In each dimension the images have at least as many cells as the kernel
     overlaps at positions beyond the outputs.
@@ -360,14 +361,14 @@ def costs(
     shifts = height * (2 * width - 1)
     correlation = rows * columns * shifts * (2.5 * channels**2 + 400)
     edges = (
-        (columns + width - 1) * _edges(rows, outputs[0], height) * width**2
-        + outputs[0] * _edges(columns, outputs[1], width) * height**2
+        (columns + width - 1) * _edge_cost(rows, outputs[0], height) * width**2
+        + outputs[0] * _edge_cost(columns, outputs[1], width) * height**2
     ) * channels**2
     matrix = 700 * (height * width * channels) ** 2
     return batch * (correlation + edges) + matrix, by_patches
 
 
-def _edges(cells: int, outputs: int, kernel: int) -> float:
+def _edge_cost(cells: int, outputs: int, kernel: int) -> float:
     """Return `2 (p / 2)^2`, for p padded positions at both ends of an axis."""
     outside = cells + kernel - 1 - outputs
     return outside**2 / 2

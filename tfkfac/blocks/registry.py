@@ -34,7 +34,7 @@ from tfkfac.capture.taps import Tap, before_first_call
 from tfkfac.capture.walk import LayerRule, Node, unbuilt, walk
 from tfkfac.factors import Limit
 
-# `Leftover.reason` of layers whose blocks are in `without`: spectral steps.
+# `Leftover.reason` of embeddings in spectral steps, see `without`.
 EXCLUDED = "spectral steps leave embeddings to the rest optimizer"
 
 
@@ -195,7 +195,7 @@ def _reason_to_skip(
     if not all(id(v) in remaining for v in block.variables):
         return "kernel frozen or shared with another layer"
     for name, factor in block.factors.items():
-        # A custom block may create a `Dense` factor without `self.limit`.
+        # Check the size here, as a custom block may ignore `self.limit`.
         if limit.exceeded(factor.whole_size):
             return (
                 f"factor {name} of {factor.text} exceeds "

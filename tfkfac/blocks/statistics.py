@@ -93,17 +93,17 @@ class Examples:
         )
 
     def of(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
-        """Select the examples of a tensor whose first axis is batch or 1."""
+        """Select examples of a tensor, whose first axis has batch size or 1."""
         if tensor is None:
             return None
         selected = shared_call(
-            "take examples", _take, tensor, self._indices, any_size=True
+            "take examples", _gather, tensor, self._indices, any_size=True
         )
         selected.set_shape([None, *tensor.shape[1:]])
         return selected
 
 
-def _take(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
+def _gather(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
     size = tf.shape(tensor, tf.int64)[0]
     return tf.gather(tensor, indices % tf.maximum(size, 1))
 
@@ -229,11 +229,11 @@ def _pool(
         statistics = [call[name] for call in calls]
         for statistic in statistics:
             statistic.total.set_shape(shapes[name])
-        total = _add([statistic.total for statistic in statistics])
+        total = _sum_tensors([statistic.total for statistic in statistics])
         # All calls contribute to the same loss terms: do not add their counts.
         count = statistics[-1].count
         if name == "A":
-            count = _add([statistic.count for statistic in statistics])
+            count = _sum_tensors([statistic.count for statistic in statistics])
         pooled[name] = Statistic(total, count)
     return pooled
 
@@ -241,7 +241,7 @@ def _pool(
 def output_total(
     block: Block, records: Sequence[Record], view: View
 ) -> tf.Tensor:
-    """Sum `g g^T` over the calls of a layer, without the scales of a view."""
+    """Sum `g g^T` over the calls of a layer, without the scales of a `View`."""
     totals = []
     for record in records:
         rows, _, examples = _rows(block, record, view.subsample)
@@ -250,7 +250,7 @@ def output_total(
     return tf.add_n(totals)
 
 
-def _add(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+def _sum_tensors(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     first, *rest = tensors
     return sum(rest, first)
 
@@ -452,17 +452,17 @@ def _compare(
     parallel = squared_sines <= _TOLERANCE
     best = tf.where(
         tf.reduce_any(same),
-        _first(same),
+        _first_index(same),
         tf.where(
             tf.reduce_any(parallel),
-            _first(parallel),
+            _first_index(parallel),
             tf.argmin(squared_sines),
         ),
     )
     return best, tf.reduce_any(tf.logical_or(same, parallel))
 
 
-def _first(flags: tf.Tensor) -> tf.Tensor:
+def _first_index(flags: tf.Tensor) -> tf.Tensor:
     """Return the index of the first true flag."""
     return tf.argmax(tf.cast(flags, tf.int32))
 

@@ -150,7 +150,7 @@ class ChiefBackup(
             ValueError: If another worker does not see a backup of worker 0, or
                 if all backups are damaged.
         """
-        local = {"names": [path.name for path in self._files()]}
+        local = {"names": [path.name for path in self._backups()]}
         names = self._exchange(local, "backups")[0]["names"]
         faults: dict[str, str] = {}
         for name in reversed(names):
@@ -255,7 +255,7 @@ class ChiefBackup(
             )
             return False
         self._damaged.discard(path.name)
-        files = self._files()
+        files = self._backups()
         valid = [file for file in files if file.name not in self._damaged]
         kept = valid[-_NUM_KEPT_BACKUPS:]
         self._delete([file for file in files if file not in kept])
@@ -268,15 +268,15 @@ class ChiefBackup(
         is_alone = get_optimizer(self).method.job.topology.processes == 1
         self._stopping = stopping or (Stopping() if is_alone else None)
         # Only the main thread may set a signal handler.
-        in_main = threading.current_thread() is threading.main_thread()
-        if not in_main:
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if not is_main_thread:
             warnings.warn(
                 "`ChiefBackup` cannot answer SIGTERM to this process, as `fit` "
                 "does not run in the main thread: a job that ends goes on from "
                 "its last epoch.",
                 stacklevel=2,
             )
-        if self._stopping is None or not in_main:
+        if self._stopping is None or not is_main_thread:
             return
         previous = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
 
@@ -289,24 +289,24 @@ class ChiefBackup(
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._num_done = done = batch + 1
-        if self._stopping is None or done <= self._num_skipped:
+        self._num_done = num_done = batch + 1
+        if self._stopping is None or num_done <= self._num_skipped:
             return
         if self._sigterm_received:
             self._stopping.request()
         if self._stopping.end_batch():
             self._sigterm_received = False
-            self._back_up_and_exit(done)
+            self._back_up_and_exit(num_done)
 
-    def _back_up_and_exit(self, done: int) -> None:
-        """Back up after `done` batches of the epoch, and exit all processes."""
+    def _back_up_and_exit(self, batch: int) -> None:
+        """Back up after `batch` batches of an epoch, and exit all processes."""
         get_optimizer(self).gather_state()
-        is_saved = self._is_chief and self._write(self._epoch, done)
+        is_saved = self._is_chief and self._write(self._epoch, batch)
         # Let all workers wait until worker 0 has written the backup.
         chief, *_ = self._exchange({"saved": is_saved}, "leave")
         outcome = "is backed up" if chief["saved"] else "ends, not backed up,"
         print(
-            f"tfkfac: SIGTERM: training {outcome} after batch {done} of epoch "
+            f"tfkfac: SIGTERM: training {outcome} after batch {batch} of epoch "
             f"{self._epoch + 1}.",
             file=sys.stderr,
             flush=True,
@@ -317,7 +317,7 @@ class ChiefBackup(
     def on_train_end(self, logs: Any = None) -> None:
         if self._is_chief and self.delete_checkpoint:
             self._delete_partial_files()
-            self._delete(self._files())
+            self._delete(self._backups())
 
     def _delete_partial_files(self) -> None:
         """Delete the incomplete files of a killed job."""
@@ -333,7 +333,7 @@ class ChiefBackup(
                     f"'{path}' cannot be deleted: {error}", stacklevel=2
                 )
 
-    def _files(self) -> list[pathlib.Path]:
+    def _backups(self) -> list[pathlib.Path]:
         """Return the backups, oldest first."""
         paths = [
             path

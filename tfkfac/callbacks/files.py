@@ -6,7 +6,7 @@ import os
 import pathlib
 from collections.abc import Callable
 
-PARTIAL_PREFIX = ".writing-"  # of the names of incomplete files
+PARTIAL_PREFIX = ".writing-"  # prefix of incomplete files
 _DIGEST_MARK = b"\ntfkfac sha256 "
 _NUM_HEX_DIGITS = 64
 _CHUNK_BYTES = 2**20

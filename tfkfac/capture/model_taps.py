@@ -1,4 +1,4 @@
-"""Taps: overridden methods of a model that record calls and earlier state.
+"""Taps: override methods of a model to record calls and earlier state.
 
 A tap records Python objects with tensors of one trace of one replica. They are
 stored on the graph of their tensors, so no other trace uses them.
@@ -145,12 +145,12 @@ class ModelTap(TraceLists[N], abc.ABC):
     @classmethod
     def open(cls, model: keras.Model) -> Self:
         """Return the tap of the model; create it at the first call."""
-        return keep_on(model, cls._attribute(), lambda: cls(model))
+        return keep_on(model, cls._attribute_name(), lambda: cls(model))
 
     @classmethod
     def close(cls, model: keras.Model) -> None:
         """Remove the tap of the model."""
-        tap = drop_from(model, cls._attribute())
+        tap = drop_from(model, cls._attribute_name())
         if tap is not None:
             tap._installed.remove()
 
@@ -172,7 +172,7 @@ class ModelTap(TraceLists[N], abc.ABC):
         return items[-1] if items else default
 
     @classmethod
-    def _attribute(cls) -> str:
+    def _attribute_name(cls) -> str:
         """Return the name of the model's attribute that stores the tap."""
         return f"_tfkfac_{cls.__name__}"
 
@@ -247,7 +247,7 @@ class Pullback:
 
 
 class PullbackTap(ModelTap[Pullback]):
-    """Record the calls of a model under a gradient tape for pullbacks."""
+    """Record each call of a model on a persistent tape, for pullbacks."""
 
     method = "call"
     max_items = 4
@@ -356,7 +356,7 @@ def _all_finite(values: Values) -> tf.Tensor:
     return tf.reduce_all(finite)
 
 
-def no_batch_counted(model: keras.Model) -> bool:
+def metrics_are_reset(model: keras.Model) -> bool:
     """Return True if all metrics are in their reset state. Eager only.
 
     Under a strategy this is a collective operation, as `Metric.result` is.

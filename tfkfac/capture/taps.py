@@ -292,7 +292,7 @@ def _factors(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
         names = "transpose_a", "transpose_b"
     else:
         if operation.type == "Sum":
-            # Sum over the batches of a matrix product with a shared kernel.
+            # Gradient of a kernel broadcast over batches: a sum of products.
             if operation.inputs[1].op.type != "BroadcastGradientArgs":
                 return None
             operation = operation.inputs[0].op

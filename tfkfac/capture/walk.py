@@ -104,11 +104,11 @@ def walk(
             yield from visit(node, f"{path}/")
             yield node
 
-    top = Node(root, "", None)
-    nodes = list(visit(top, ""))
+    root_node = Node(root, "", None)
+    nodes = list(visit(root_node, ""))
     skipped = matching("skip_layers", skip_layers, nodes, root.name)
     included = matching("only_layers", only_layers or (), nodes, root.name)
-    for node in (*nodes, top):
+    for node in (*nodes, root_node):
         excluded = only_layers is not None and id(node.layer) not in included
         if excluded or id(node.layer) in skipped:
             node.reason = SKIPPED
@@ -161,13 +161,13 @@ def ambiguous_layers(root: keras.layers.Layer) -> set[int]:
     Taps would record the calls of only one of these containers.
     """
     layers = all_layers(root)
-    inside = {id(outer.layer) for outer in filter(distributor, layers)}
-    if not inside:
-        return inside
+    wrapped = {id(outer.layer) for outer in filter(distributor, layers)}
+    if not wrapped:
+        return wrapped
     num_containers = collections.Counter(
         id(child) for layer in layers for child in children(layer)
     )
-    return {key for key in inside if num_containers[key] > 1}
+    return {key for key in wrapped if num_containers[key] > 1}
 
 
 def matches(rule: LayerRule, layer: keras.layers.Layer, path: str) -> bool:
@@ -183,7 +183,7 @@ def unbuilt(model: keras.Model) -> list[keras.layers.Layer]:
 
 
 def detach(model: keras.Model, owner: object | None) -> None:
-    """Remove the taps of an owner (None: of collected owners) from a model."""
+    """Remove an owner's taps from a model; None for deleted owners."""
     for node in walk(model):
         forget_first_call(node.layer)
         release_moments(node.layer)

@@ -146,7 +146,7 @@ def shared_call(
     traces = _graph_attribute(graphs[-1], _SHARED, dict)
     nests = [_to_nest(arg) for arg in args]
     leaves = tf.nest.flatten(nests)
-    specs = [_LeafSpec.of(leaf, any_size) for leaf in leaves]
+    specs = [_LeafSpec.from_leaf(leaf, any_size) for leaf in leaves]
     constants = [arg for arg in args if _is_constant(arg)]
     full_key = key, *constants, *specs
     if full_key not in traces:
@@ -233,8 +233,8 @@ class _LeafSpec(NamedTuple):
     shape: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, leaf: Any, any_size: bool) -> Self:
-        """The spec of a leaf; sizes are None if `any_size`."""
+    def from_leaf(cls, leaf: Any, any_size: bool) -> Self:
+        """Return the spec of a leaf; sizes are None if `any_size`."""
         sizes = [None] * leaf.shape.rank if any_size else leaf.shape.as_list()
         return cls(isinstance(leaf, tf.Variable), leaf.dtype, tuple(sizes))
 

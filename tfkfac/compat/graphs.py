@@ -19,8 +19,8 @@ except ImportError:  # from Keras 3.16 on
     from keras.src.backend.tensorflow.ops import nn as keras_nn
 
 T = TypeVar("T")
-Sum = Callable[[tf.Tensor], tf.Tensor]
 Moments = tuple[tf.Tensor, tf.Tensor]  # mean and variance
+Sum = Callable[[tf.Tensor], tf.Tensor]
 # Operations whose outputs share the memory of their inputs.
 _VIEWS = ("Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient")
 
@@ -88,14 +88,14 @@ def repeat(
 
     def loop(state: T, first: tf.Tensor, end: tf.Tensor) -> T:
         # Iterations are sequential, because collectives need a fixed order.
-        _, last = tf.while_loop(
+        _, final_state = tf.while_loop(
             lambda index, _: index < end,
             lambda index, state: (index + 1, body(index, state)),
             [first, state],
             parallel_iterations=1,
             name="repeat",
         )
-        return last
+        return final_state
 
     bounds = (tf.cast(i, tf.int32) for i in (first, end))
     return not_inlined(loop)(state, *bounds)
@@ -329,7 +329,7 @@ def _outermost(handle: tf.Tensor) -> tf.Tensor:
 
 
 def _append_variable(handles: list[tf.Tensor], handle: tf.Tensor) -> None:
-    """Append a new handle if it belongs to a variable."""
+    """Append a handle of a variable that is not listed yet."""
     is_listed = any(handle is listed for listed in handles)
     if not is_listed and _variable_dtype(handle) is not None:
         handles.append(handle)
@@ -417,9 +417,9 @@ def exact_second_derivatives(total: Sum) -> Iterator[None]:
             tf.reduce_sum(value, axes, keepdims=keepdims)
             for value in (tf.ones_like(x), x, tf.square(x))
         ]
-        count, first, second = tf.unstack(total(tf.stack(sums)))
-        mean = tf.math.divide_no_nan(first, count)
-        mean_square = tf.math.divide_no_nan(second, count)
+        count, sum_x, sum_xx = tf.unstack(total(tf.stack(sums)))
+        mean = tf.math.divide_no_nan(sum_x, count)
+        mean_square = tf.math.divide_no_nan(sum_xx, count)
         return mean, tf.maximum(mean_square - tf.square(mean), 0)
 
     with (

@@ -15,7 +15,7 @@ from tfkfac.compat.overrides import overridden
 
 
 def logits_of(output: Any) -> tf.Tensor | None:
-    """Return the logits behind probabilities, or None.
+    """Return the logits from which Keras computed probabilities, or None.
 
     This relies on `_keras_logits`, an attribute that Keras' softmax and
     sigmoid set on their results. Keras' losses use these logits, whatever

@@ -204,10 +204,10 @@ def after_compile(action: Callable[[keras.Model], None]) -> Override:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        first, rest = [named_optimizer(x) for x in args[:1]], args[1:]
+        optimizer, others = [named_optimizer(x) for x in args[:1]], args[1:]
         if "optimizer" in kwargs:
             kwargs["optimizer"] = named_optimizer(kwargs["optimizer"])
-        below(model, *first, *rest, **kwargs)
+        below(model, *optimizer, *others, **kwargs)
         action(model)
 
     owner = next(c for c in keras.Model.__mro__ if "compile" in vars(c))

@@ -58,7 +58,7 @@ class _Stack:
         self._original = getattr(instance, name)
         self._overrides: tuple[Override, ...] = ()
         self._function = self._dispatcher()
-        _set(instance, name, self._function)
+        _set_untracked(instance, name, self._function)
 
     @classmethod
     def add(
@@ -88,7 +88,7 @@ class _Stack:
             if self._before is _MISSING:
                 object.__delattr__(self._instance, self._name)
             else:
-                _set(self._instance, self._name, self._before)
+                _set_untracked(self._instance, self._name, self._before)
 
     def _dispatcher(self) -> Callable[..., Any]:
         original = self._original
@@ -108,7 +108,7 @@ class _Stack:
         return dispatch
 
 
-def _set(instance: Any, name: str, value: Any) -> None:
+def _set_untracked(instance: Any, name: str, value: Any) -> None:
     """Set an attribute of an object or class without its `__setattr__`."""
     owner = type if isinstance(instance, type) else object
     owner.__setattr__(instance, name, value)

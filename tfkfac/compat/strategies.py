@@ -49,9 +49,9 @@ def repair(strategy: _StrategyT) -> _StrategyT:
             _distribute_dataset, strategy.experimental_distribute_dataset
         )
         handler = signal.getsignal(signal.SIGTERM)
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and handler is not None:
-            # Undo that TensorFlow replaced the handler, see `keep_handler`.
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if is_main_thread and handler is not None:
+            # Install the handler again: TensorFlow has replaced it in C.
             signal.signal(signal.SIGTERM, handler)
     return strategy
 

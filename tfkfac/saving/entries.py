@@ -70,7 +70,7 @@ class Region(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Variable to save, with its name and form in a file.
+    """Variable to save, with its name and layout in a file.
 
     Attributes:
         layer: Path of the layer, empty for state of the whole model.
@@ -101,7 +101,7 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """Name in a file."""
+        """Name of the entry in a file."""
         path = self.layer.replace("/", _SLASH)
         return _FIELD.join([self.section, self.name, path])
 
@@ -184,7 +184,7 @@ class Piece(NamedTuple):
     region: Region | None
 
     @classmethod
-    def of(cls, entry: Entry) -> "Piece":
+    def from_entry(cls, entry: Entry) -> "Piece":
         """Return the piece of an entry on this replica."""
         shape = tuple(entry.variable.shape)
         dtype = tf.as_dtype(entry.variable.dtype).name

@@ -43,8 +43,8 @@ def save_state(
     """Write the state entries of the local replicas to a Keras store."""
     write_format(store)
     pieces: Pieces = {
-        rank: {entry.key: Piece.of(entry) for entry in of_rank}
-        for rank, of_rank in entries.items()
+        rank: {entry.key: Piece.from_entry(entry) for entry in local}
+        for rank, local in entries.items()
     }
     variables = {
         (rank, entry.key): entry.variable

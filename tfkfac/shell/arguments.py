@@ -88,7 +88,7 @@ class Hyperparameter:
             self._variable = state_variable(value, dtype, self.name)
         elif isinstance(self._value, LearningRateSchedule):
             self._schedule = self._value
-            self._check_first(self._schedule)
+            self._check_first_value(self._schedule)
 
     def at(self, iteration: tf.Tensor) -> tf.Tensor:
         """Return the value at an iteration, as a scalar tensor."""
@@ -102,7 +102,7 @@ class Hyperparameter:
             return tf.maximum(tf.cast(value, tf.int64), 1)
         return value
 
-    def _check_first(self, schedule: LearningRateSchedule) -> None:
+    def _check_first_value(self, schedule: LearningRateSchedule) -> None:
         """Check the value of a schedule at iteration 0.
 
         For integers, values in [0, 1) become 1, so `iteration // 2` is allowed.
@@ -110,9 +110,9 @@ class Hyperparameter:
         with tf.init_scope():
             try:
                 first = to_float64(schedule(tf.constant(0, tf.float64))).numpy()
-            except Exception as error:  # from the user's code
+            except Exception as error:  # raised by user code
                 name = type(error).__name__
-                raise self._wrong_first(f"raises {name}") from error
+                raise self._first_value_error(f"raises {name}") from error
         if first.shape:
             allowed = False
         elif self._integer:
@@ -120,9 +120,9 @@ class Hyperparameter:
         else:
             allowed = self._allowed(first.item())
         if not allowed:
-            raise self._wrong_first(f"returns {first}")
+            raise self._first_value_error(f"returns {first}")
 
-    def _wrong_first(self, problem: str) -> ValueError:
+    def _first_value_error(self, problem: str) -> ValueError:
         return ValueError(
             f"Argument `{self.name}` must return {self._domain} for every "
             f"iteration. Received: {self.name}={self._value!r}, which "
@@ -175,7 +175,7 @@ def interval(name: str, value: Value) -> Hyperparameter:
 
 
 def setting(name: str) -> property:
-    """Create the property of an optimizer for one of its settings.
+    """Create an optimizer property that reads a field of its settings.
 
     Only a `Hyperparameter` can be changed.
     """
@@ -197,7 +197,7 @@ def setting(name: str) -> property:
 
 
 class Settings:
-    """Base of frozen dataclasses of arguments that Keras can save."""
+    """Base class of frozen dataclasses of arguments, saved by Keras."""
 
     def _check(self, name: str, check: Callable[..., Any], *rules: Any) -> None:
         """Replace the field `name` by `check(name, value, *rules)`."""
@@ -300,7 +300,7 @@ def check_inner(
         raise TypeError(message)
     try:
         inner = keras.optimizers.get(identifier)
-    except Exception as error:  # from an arbitrary config
+    except Exception as error:  # raised for a wrong config
         raise ValueError(message) from error
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise ValueError(message)
@@ -386,7 +386,7 @@ def restore_value(
         return keras.saving.deserialize_keras_object(value, custom_objects)
     except (TypeError, ValueError):
         raise
-    except Exception as error:  # from an arbitrary config
+    except Exception as error:  # raised for a wrong config
         raise ValueError(
             f"Argument `{name}` must be restored from the config of an object "
             f"that Keras knows. Received: {name}={value!r}"

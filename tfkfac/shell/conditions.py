@@ -39,7 +39,7 @@ class Points:
                 self.variables[name].assign(tf.cast(source(step), self.dtype))
         self.step = step
 
-    def of_replica(self) -> dict[str, tf.Tensor]:
+    def replica_points(self) -> dict[str, tf.Tensor]:
         """Return the points of this replica: every `num_replicas`-th row."""
         replica = tf.distribute.get_replica_context()
         index = replica.replica_id_in_sync_group
@@ -100,7 +100,7 @@ class Conditions(keras.Model):
 
     def train_step(self, data: Any) -> Any:
         """Train on the points for one step; ignore the data of `fit`."""
-        points = self.points.of_replica()
+        points = self.points.replica_points()
         zeros = {n: tf.zeros([tf.shape(x)[0], 1]) for n, x in points.items()}
         return super().train_step((points, zeros))
 

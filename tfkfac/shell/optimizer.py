@@ -562,7 +562,7 @@ class SecondOrderOptimizer(ScheduledOptimizer):
 
 
 def find_optimizer(optimizer: Any) -> SecondOrderOptimizer | None:
-    """Return an optimizer of tfkfac without its loss scaler; else None."""
+    """Return a tfkfac optimizer, unwrapped from a loss scaler; else None."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer if isinstance(optimizer, SecondOrderOptimizer) else None
@@ -571,7 +571,7 @@ def find_optimizer(optimizer: Any) -> SecondOrderOptimizer | None:
 def largest_counts(
     counts: Mapping[tuple[str, int], int],
 ) -> collections.Counter[str]:
-    """Return the largest count of a replica for each text, without zeros."""
+    """Return the maximum count over replicas by event text, if above 0."""
     largest: collections.Counter[str] = collections.Counter()
     for (text, _), count in counts.items():
         largest |= collections.Counter({text: count})

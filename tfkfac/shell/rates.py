@@ -38,7 +38,7 @@ class ScheduledOptimizer(AveragingOptimizer):
         self.bind_schedules()
 
     def bind_schedules(self) -> None:
-        """Let a copy of each `FitDecay` follow the plan of this optimizer.
+        """Replace each `FitDecay` by a copy that follows this optimizer's plan.
 
         A copy, because several optimizers may have been given one schedule.
         """

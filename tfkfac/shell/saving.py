@@ -38,7 +38,7 @@ from tfkfac.schedules.fit_decay import RunPlan
 from tfkfac.shell.method import Method
 from tfkfac.training.job import Job
 
-# Seconds to wait for all workers to save at once.
+# Seconds to wait until all workers save.
 PATIENCE = 30
 
 
@@ -59,10 +59,10 @@ class SavedState(tf.train.experimental.PythonState):
         self._method = method
         self._plan = plan
         self._job: Job | None = None
-        # (`_fingerprint` at the gathering, state; None except on process 0).
+        # `_fingerprint` of the gathered state; the state, only on process 0.
         self._gathered: tuple[Any, dict[str, np.ndarray] | None] | None = None
-        self._num_attempts = 0  # attempts to save on all workers at once
-        self._saves_alone = False  # True after such an attempt has failed
+        # Attempts to save on all workers at once; True after a failed attempt.
+        self._num_attempts, self._saves_alone = 0, False
         self._restored: bytes | None = None
 
     def create(self, job: Job) -> None:
@@ -343,7 +343,7 @@ def exchange_pieces(
 ) -> dict[int, dict[str, Piece]]:
     """All-gather the `Piece`s of all replicas, by rank and name in a file."""
     local = {
-        str(rank): [Piece.of(entry) for entry in of_rank]
+        str(rank): [Piece.from_entry(entry) for entry in of_rank]
         for rank, of_rank in entries.items()
     }
     result: dict[int, dict[str, Piece]] = {}

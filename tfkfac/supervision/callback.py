@@ -172,7 +172,7 @@ class Supervision(keras.callbacks.Callback):
                 plan.begin(update, 0, epoch, epochs)
                 self._first_update = update
             return
-        # 1 for `FOSI` and `GaussNewton`, which accumulate no gradients.
+        # None for `FOSI` and `GaussNewton`, which accumulate no gradients.
         batches = getattr(self._optimizer, "gradient_accumulation_steps", None)
         length = max((epochs - epoch) * steps // (batches or 1), 1)
         if not is_resumed:

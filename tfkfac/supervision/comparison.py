@@ -174,7 +174,7 @@ def compare_beginnings(
         "All workers must begin training at the same point. If they have "
         "been restarted, load the same backup on all of them: "
         "`tfkfac.callbacks.ChiefBackup`. These differ",
-        exchange({**run, **_position(optimizer)}, group),
+        exchange({**run, **_training_position(optimizer)}, group),
     )
 
 
@@ -223,7 +223,7 @@ def refuse_differences(
         raise ValueError(f"{message}: {first_of(differences)}")
 
 
-def _position(optimizer: SecondOrderOptimizer) -> dict[str, Any]:
+def _training_position(optimizer: SecondOrderOptimizer) -> dict[str, Any]:
     """Return the number of updates and checksums of weights and state."""
     method, job = optimizer.method, optimizer.method.job
     rank = job.topology.local[0]

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.model_taps import no_batch_counted
+from tfkfac.capture.model_taps import metrics_are_reset
 from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.cluster.watch import find_detector
 from tfkfac.compat.models import (
@@ -86,7 +86,7 @@ def _after_compile(model: keras.Model) -> None:
         overrides += _carry_state(model, optimizer)
         if optimizer.use_ema:
             names = "fit", "evaluate", "predict"
-            overrides += [wrap_fit(model, _averaging, name) for name in names]
+            overrides += [wrap_fit(model, _swap_averages, n) for n in names]
     if overrides:
         # Use an `ExitStack`: Keras would search a list for layers to save.
         stack = keep_on(model, _OVERRIDES, contextlib.ExitStack)
@@ -145,7 +145,7 @@ def _supervise(
 
     def get_metrics_result(below: Callable[[], Any]) -> Any:
         results = below()
-        if tf.inside_function() or not no_batch_counted(model):
+        if tf.inside_function() or not metrics_are_reset(model):
             return results
         streaks = optimizer.method.job.streaks if optimizer is not None else ()
         if not streaks or not int(streaks[0].excluded.numpy()):
@@ -167,7 +167,7 @@ def _supervise(
 
 
 @contextlib.contextmanager
-def _averaging(callbacks: Callbacks, _: Arguments) -> Iterator[Callbacks]:
+def _swap_averages(callbacks: Callbacks, _: Arguments) -> Iterator[Callbacks]:
     """Make `SwapEMAWeights` swap the weights of all wrapped optimizers.
 
     By itself the callback finds only the inner optimizer.
@@ -201,7 +201,7 @@ def _carry_state(
         try:
             if state is not None:
                 optimizer.load_own_variables(state)
-        except ValueError as error:  # Keras hides the message
+        except ValueError as error:  # warn: Keras hides the message
             warnings.warn(str(error), stacklevel=2)
             raise
         below(weights)

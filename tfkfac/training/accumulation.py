@@ -42,7 +42,7 @@ class Accumulation(Slots):
             )
         ]
         self.count = self.slot("micro_batches")
-        # Sums of the numbers of loss terms and the weights of micro-batches.
+        # Sums over micro-batches: numbers of loss terms, and weights.
         self.terms = self.slot("terms", dtype="float64")
         self.weight = self.slot("weight", dtype="float64")
         self.loss, self.excess = (
@@ -54,7 +54,7 @@ class Accumulation(Slots):
 
     def add(self, step: Step) -> None:
         """Add a micro-batch, after `Step.weigh`."""
-        terms = _terms(step.loss)
+        terms = _num_terms(step.loss)
         weight = tf.where(step.loss.summed, tf.ones_like(terms), terms)
         sums = self._sums_of(step)
         for sum_, gradient in zip(sums, step.gradients, strict=True):
@@ -88,7 +88,7 @@ class Accumulation(Slots):
         ]
         # The unit of a summed loss is proportional to the number of terms.
         ratio = tf.math.divide_no_nan(
-            tf.convert_to_tensor(self.terms), _terms(loss)
+            tf.convert_to_tensor(self.terms), _num_terms(loss)
         )
         unit = tf.where(loss.summed, loss.unit * ratio, loss.unit)
         measure = LossMeasure(
@@ -116,7 +116,7 @@ class Accumulation(Slots):
         return [sums[variable_key(inner, v)] for v in step.variables]
 
 
-def _terms(loss: LossMeasure) -> tf.Tensor:
+def _num_terms(loss: LossMeasure) -> tf.Tensor:
     return tf.ones_like(loss.unit) if loss.total is None else loss.total
 
 

@@ -69,7 +69,7 @@ class LossLog:
     def record(
         self, losses: tuple[LossTerms, ...], job: "Job", instead: str
     ) -> None:
-        """Record the verdicts on the losses of a step."""
+        """Record which likelihood each loss of a step matched."""
         device = job.local_state(job.topology.devices)
         for position, loss in enumerate(losses):
             if loss.verdict is None or loss.call is None:
@@ -122,7 +122,7 @@ def refuse_eager_replicas() -> NoReturn:
 
 T = TypeVar("T")
 
-_ordinals = itertools.count()
+_optimizer_numbers = itertools.count()
 
 
 class Job:
@@ -208,7 +208,7 @@ class Job:
             )
             # Number the optimizers: their collectives need different keys. All
             # workers build the optimizers in the same order.
-            self._scope = f"{self.name}:{next(_ordinals)}"
+            self._scope = f"{self.name}:{next(_optimizer_numbers)}"
 
     def for_each(self, make: Callable[[int], T]) -> tuple[T, ...]:
         """Call `make(rank)` for each local replica, on its device.
