@@ -41,7 +41,7 @@ def replace_file(
 
 
 def append_checksum(path: pathlib.Path) -> None:
-    """Append the SHA-256 digest of a file to it.
+    """Append the SHA-256 digest of a file's content to the file.
 
     HDF5 ignores the bytes after the file length that its header contains.
 

@@ -140,7 +140,7 @@ class ModelTap(TraceLists[N], abc.ABC):
 
     @abc.abstractmethod
     def _call(self, below: Below, /, *args: Any, **kwargs: Any) -> Any:
-        """Run instead of the method, which is passed as `below`."""
+        """Replacement of the method; `below` is the original method."""
 
     @classmethod
     def open(cls, model: keras.Model) -> Self:

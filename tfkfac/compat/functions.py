@@ -169,7 +169,7 @@ def shared_call(
 
 
 def _on_one_device() -> bool:
-    """True if there is a single device and XLA does not compile this trace."""
+    """True if there is one device and the trace is not compiled by XLA."""
     return len(tf.config.list_logical_devices()) == 1 and not in_xla()
 
 

@@ -93,7 +93,7 @@ def pass_mask(source: Any, target: tf.Tensor) -> None:
 
 @contextlib.contextmanager
 def kept_losses(model: keras.Model) -> Iterator[None]:
-    """Restore, on exit, the losses that layers have added in their last call.
+    """Restore on exit the losses that layers added in their last call.
 
     This relies on the attributes `_losses` of a layer, and `_loss_ids`, which
     identify its losses in a stateless scope.

@@ -79,7 +79,7 @@ def members_of_multi_optimizer(optimizer: Any) -> Sequence[Any] | None:
 def variable_key(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> Hashable:
-    """Return a key of a variable that is equal on all replicas.
+    """Return the key of a variable, equal on all replicas.
 
     This relies on `_var_key`, which gives a Keras variable, its mirrored
     variable, and a replica's copy of the mirrored variable the same key.

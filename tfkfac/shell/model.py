@@ -107,7 +107,7 @@ def describe_model(model: keras.Model) -> dict[str, Any]:
     result["metrics"] = sorted(metric.name for metric in model.metrics)
     layers = [layer for layer in all_layers(model) if layer is not model]
     for number, layer in enumerate(layers):
-        # Remove Keras' counter, which includes layers of other models.
+        # Remove Keras' counter, which depends on layers of other models.
         label = f"layer {number} '{_COUNT.sub('', layer.name)}'"
         for key, value in _settings(layer):
             result[f"{label}, {key}"] = value

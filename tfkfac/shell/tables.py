@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def unit_of(count: int) -> tuple[int, str]:
-    """Choose a unit for `count` bytes: (1024, "KB") for 3000 bytes."""
+    """Choose the unit for a number of bytes: 3000 gives `(1024, "KB")`."""
     size = 1
     for unit in ("B", "KB", "MB"):
         if count < 1024 * size:
