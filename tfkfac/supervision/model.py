@@ -108,12 +108,10 @@ def _supervise(
     watched = contextlib.nullcontext if watch is None else watch.fit
 
     @contextlib.contextmanager
-    def within(
-        callbacks: Callbacks, arguments: Arguments
-    ) -> Iterator[Callbacks]:
+    def within(callbacks: Callbacks, kwargs: Arguments) -> Iterator[Callbacks]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(watched())
-            extra = stack.enter_context(common_order(strategy, arguments))
+            extra = stack.enter_context(common_order(strategy, kwargs))
             callbacks = [*extra, *callbacks] if extra else callbacks
             if optimizer is None:
                 yield callbacks
@@ -126,7 +124,7 @@ def _supervise(
             for callback in callbacks:
                 if isinstance(callback, contextlib.AbstractContextManager):
                     stack.enter_context(callback)
-            first_epoch = arguments.get("initial_epoch", 0)
+            first_epoch = kwargs.get("initial_epoch", 0)
             supervision = Supervision(optimizer, callbacks, first_epoch)
             yield [supervision, *callbacks, supervision.last]
 
