@@ -83,7 +83,7 @@ def copy_generated(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _copy(component: Any) -> Any:
-    """Copy a numeric tensor; other components share no user memory."""
+    """Copy a tensor; composite tensors and variants stay as they are."""
     if isinstance(component, tf.Tensor) and component.dtype.is_numpy_compatible:
         return tf.raw_ops.DeepCopy(x=component)
     return component
