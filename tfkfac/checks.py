@@ -52,8 +52,8 @@ def check_choice(
     """
     if isinstance(value, str) and value in choices:
         return value
-    close = difflib.get_close_matches(str(value), choices, 1)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
+    matches = difflib.get_close_matches(str(value), choices, 1)
+    hint = f"Did you mean {matches[0]!r}? " if matches else ""
     raise ValueError(
         f"Argument `{name}` must be one of {choices}{others}. {hint}"
         f"Received: {name}={value!r}"

@@ -20,7 +20,7 @@ from tfkfac.compat.models import (
     children,
     kept_losses,
     last_layers,
-    losing_layers,
+    loss_layers,
     loss_takes_training,
     mask_of,
     pass_mask,
@@ -60,7 +60,7 @@ def test_kept_losses(stateless: bool) -> None:
         model(10 * X)
         assert [float(loss) for loss in model.losses] != before
         if stateless:
-            assert losing_layers(model, scope) == [penalty.name]
+            assert loss_layers(model, scope) == [penalty.name]
     assert [float(loss) for loss in model.losses] == before
     assert [x._loss_ids for x in model._flatten_layers()] == kept
 

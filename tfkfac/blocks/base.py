@@ -93,7 +93,7 @@ class Block(abc.ABC):
 
     @abc.abstractmethod
     def rows(self, record: Record) -> Rows:
-        """Convert the record of a layer call to rows."""
+        """Convert a recorded layer call to rows `a` and `g`."""
 
     def trace_key(self, record: Record) -> TraceKey | None:
         """Key under which calls share one traced statistics function.
@@ -126,10 +126,10 @@ class Block(abc.ABC):
 
     @property
     def form(self) -> Hashable | None:
-        """Key under which blocks share `to_matrix` and `from_matrix`.
+        """Key under which blocks share traces of `to_matrix`, `from_matrix`.
 
         Blocks with equal keys and equal shapes share one traced function.
-        None, the default, to trace them for each block.
+        None, the default, traces both methods for each block.
         """
         return None
 
@@ -142,7 +142,7 @@ class Block(abc.ABC):
         """Inverse of `to_matrix`."""
 
     def from_gradient(self, gradient: LayerGradient) -> list[tf.Tensor]:
-        """Split a dense or row gradient into gradients of `variables`."""
+        """Convert a layer gradient to one gradient per variable."""
         return self.from_matrix(gradient.matrix)
 
     # ------------------------------------------------- common to all blocks
@@ -170,7 +170,7 @@ class Block(abc.ABC):
     def input_multiplications(
         self, inputs: Sequence[int | None], rows: int
     ) -> float:
-        """Estimate the multiplications of the statistic of A.
+        """Estimate the number of multiplications to compute A from a batch.
 
         Args:
             inputs: Shape of the layer's input.
@@ -223,7 +223,7 @@ class Block(abc.ABC):
 
 
 class MatrixBlock(Block):
-    """Block of a kernel that can be reshaped to a matrix, with its bias.
+    """Block of a layer with a matrix-shaped kernel and an optional bias.
 
     The layer has an attribute `kernel`, and optionally `bias`. A subclass
     implements `rows` and applies `with_bias` to the inputs.
@@ -288,7 +288,7 @@ class MatrixBlock(Block):
         return self.limit.matrix(size)
 
     def dense_trace_key(self, record: Record) -> TraceKey | None:
-        """Trace key for calls whose rows are the unchanged layer inputs.
+        """Trace key of a layer whose rows `a` are its unmodified inputs.
 
         None unless the input is one tensor and both factors are `Dense`.
         """
@@ -318,7 +318,7 @@ class MatrixBlock(Block):
     def from_gradient(self, gradient: LayerGradient) -> list[tf.Tensor]:
         if not self._bias or not isinstance(gradient, RowGradient):
             return super().from_gradient(gradient)
-        # Split off the bias column of `a`: `a` is smaller than the matrix.
+        # Split the bias column off `a`, which is smaller than `a^T g`.
         a, ones = tf.split(gradient.a, [gradient.a.shape[1] - 1, 1], 1)
         kernel = tf.matmul(a, gradient.g, transpose_a=True)
         bias = tf.matmul(ones, gradient.g, transpose_a=True)
@@ -351,7 +351,7 @@ class MatrixBlock(Block):
 
 
 class PerExampleBlock(Block, abc.ABC):
-    """Fisher matrix of a few weights, or the diagonal of this matrix.
+    """Exact Fisher block of a few weights: full matrix, or diagonal only.
 
     The factor G is the mean over examples of `u u^T`, where `u` is the
     gradient of an example's loss with respect to all weights of the block.

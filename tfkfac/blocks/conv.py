@@ -82,7 +82,7 @@ class ConvBlock(MatrixBlock):
         slices = conv_slices(self.layer, inputs)
         if self.groups:
             return self.with_bias(split_channels(slices, self.groups))
-        # One concatenation for patches and bias column saves a copy.
+        # Append the bias column in the same concatenation, to save a copy.
         ones = [tf.ones_like(slices[0][..., :1])] if self._bias else []
         return fold_positions(tf.concat(slices + ones, -1))
 
@@ -104,7 +104,7 @@ class ConvBlock(MatrixBlock):
         return costs(image, geometry)[0]
 
     def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
-        """Return a function that computes A by correlation; None if slower."""
+        """Function for A by autocorrelation; None if patches are faster."""
         layer = self.layer
         if not _is_image(layer) or not isinstance(self.factors["A"], Dense):
             return None
@@ -136,7 +136,7 @@ class DepthwiseConvBlock(ConvBlock):
         return self._kernel.shape[-1]
 
     def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
-        """Return a function that computes A by correlation, if supported."""
+        """Function for A by autocorrelation; None if not supported."""
         layer = self.layer
         stride = layer.strides[0]
         if (
@@ -146,7 +146,7 @@ class DepthwiseConvBlock(ConvBlock):
         ):
             return None
         images, geometry = _as_image(layer, inputs), _image_geometry(layer)
-        # A sequence is an image of height 1, where any vertical stride works.
+        # `channel_grams` needs equal strides; height 1 allows any stride.
         geometry = geometry._replace(strides=(stride, stride))
         return lambda: channel_grams(images, geometry, bool(self._bias))
 
@@ -192,10 +192,10 @@ class SeparablePointwiseBlock(MatrixBlock):
         slices = conv_slices(self.layer, self.cast(record.inputs))
         kernel = self.cast(self.layer.depthwise_kernel)
         *_, channels, multiplier = kernel.shape
-        taps = tf.unstack(tf.reshape(kernel, [-1, channels, multiplier]))
-        pairs = zip(slices, taps, strict=True)
-        # The input of the pointwise convolution: the depthwise output.
-        inputs = tf.add_n([cells[..., None] * tap for cells, tap in pairs])
+        kernels = tf.unstack(tf.reshape(kernel, [-1, channels, multiplier]))
+        pairs = zip(slices, kernels, strict=True)
+        # Recompute the depthwise output, the input of the pointwise kernel.
+        inputs = tf.add_n([pixels[..., None] * k for pixels, k in pairs])
         a = fold_axes(inputs, inputs.shape.rank - 3, channels * multiplier)
         gradient = channels_last(self.layer, self.cast(record.gradient))
         return Rows(self.with_bias(a), fold_positions(gradient), None)
@@ -233,7 +233,7 @@ def _as_image(layer: keras.layers.Layer, inputs: tf.Tensor) -> tf.Tensor:
 
 
 def _image_geometry(layer: keras.layers.Layer) -> Geometry:
-    """Geometry of a layer on the images of `_as_image`."""
+    """Two-dimensional geometry of a layer, for images of `_as_image`."""
     ones = (1,) * (2 - len(layer.kernel_size))
     size, strides = (*ones, *layer.kernel_size), (*ones, *layer.strides)
     return Geometry(size, strides, layer.padding)
@@ -276,7 +276,7 @@ def split_channels(slices: Sequence[tf.Tensor], groups: int) -> tf.Tensor:
 def split_features(rows: tf.Tensor, groups: int) -> tf.Tensor:
     """Reshape `(batch, shared, features)` to `(batch, shared, groups, -1)`."""
     width = rows.shape[-1] // groups
-    # At most one size may be -1 for an empty batch, see `fold_axes`.
+    # `tf.reshape` can infer the batch size only if no other size is 0.
     batch = -1 if rows.shape[1] else size_of(rows, 0)
     return tf.reshape(rows, [batch, size_of(rows, 1), groups, width])
 

@@ -54,12 +54,12 @@ class Labels:
     outputs: str
 
     @classmethod
-    def of(cls, layer: keras.layers.EinsumDense) -> "Labels":
+    def parse(cls, layer: keras.layers.EinsumDense) -> "Labels":
         """Parse the equation of a layer and expand its ellipsis."""
         equation = layer.equation.replace(" ", "")
-        free = [c for c in string.ascii_uppercase if c not in equation]
-        named = equation.split(",")[0].replace("...", "")
-        ellipsis = "".join(free[: layer.input_spec.ndim - len(named)])
+        unused = [c for c in string.ascii_uppercase if c not in equation]
+        input_labels = equation.split(",")[0].replace("...", "")
+        ellipsis = "".join(unused[: layer.input_spec.ndim - len(input_labels)])
         operands, outputs = equation.replace("...", ellipsis).split("->")
         inputs, kernel = operands.split(",")
         return cls(inputs, kernel, outputs)
@@ -67,26 +67,26 @@ class Labels:
     @property
     def shared(self) -> str:
         """Batch and position axes: in input and output, not in the kernel."""
-        return _pick(self.inputs, self.outputs, self.kernel)
+        return _select(self.inputs, self.outputs, self.kernel)
 
     @property
     def groups(self) -> str:
         """Group axes: in input, kernel and output."""
-        return _pick(self.kernel, _pick(self.inputs, self.outputs))
+        return _select(self.kernel, _select(self.inputs, self.outputs))
 
     @property
     def contracted(self) -> str:
         """Input feature axes, in the order of the kernel."""
-        return _pick(self.kernel, self.inputs, self.outputs)
+        return _select(self.kernel, self.inputs, self.outputs)
 
     @property
     def features(self) -> str:
         """Output feature axes, in the order of the kernel."""
-        return _pick(self.kernel, self.outputs, self.inputs)
+        return _select(self.kernel, self.outputs, self.inputs)
 
 
-def _pick(labels: str, within: str, excluded: str = "") -> str:
-    """Filter labels: in `within` and not in `excluded`."""
+def _select(labels: str, within: str, excluded: str = "") -> str:
+    """Select the labels that are in `within` and not in `excluded`."""
     return "".join(c for c in labels if c in within and c not in excluded)
 
 
@@ -107,41 +107,41 @@ class EinsumDenseBlock(MatrixBlock):
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
-        self._labels = Labels.of(layer)
+        self._labels = Labels.parse(layer)
         batch = self._labels.inputs[0]
         self.examples_first = self._labels.outputs.startswith(batch)
-        self._size = dict(
+        self._axis_sizes = dict(
             zip(self._labels.kernel, self._kernel.shape, strict=True)
         )
         if self._labels.groups:
-            self.groups = self._count(self._labels.groups)
+            self.groups = self._axes_size(self._labels.groups)
 
     @staticmethod
     @override
     def unsupported(layer: keras.layers.Layer) -> str | None:
-        labels = Labels.of(layer)
-        known = labels.groups + labels.contracted + labels.features
-        if set(known) != set(labels.kernel) or labels.inputs[0] in known:
+        labels = Labels.parse(layer)
+        features = labels.groups + labels.contracted + labels.features
+        if set(features) != set(labels.kernel) or labels.inputs[0] in features:
             return f"einsum equation {layer.equation!r}"
-        if set(labels.inputs) - set(labels.shared + known):
+        if set(labels.inputs) - set(labels.shared + features):
             return f"einsum equation {layer.equation!r}"
         bias = {c for c in layer.bias_axes or "" if c != "."}
         if bias and bias != set(labels.groups + labels.features):
             return f"bias over the axes {layer.bias_axes!r}"
         return MatrixBlock.unsupported(layer)
 
-    def _count(self, labels: str) -> int:
-        return math.prod(self._size[c] for c in labels)
+    def _axes_size(self, labels: str) -> int:
+        return math.prod(self._axis_sizes[c] for c in labels)
 
     def _output_size(self) -> int:
-        return self._count(self._labels.features)
+        return self._axes_size(self._labels.features)
 
     def _split(self, kernel: tf.Tensor) -> tf.Tensor:
-        order = self._order()
+        order = self._kernel_order()
         return tf.reshape(tf.transpose(kernel, order), self.matrix_shape)
 
     def _join(self, matrix: tf.Tensor) -> tf.Tensor:
-        order = self._order()
+        order = self._kernel_order()
         shape = [self._kernel.shape[i] for i in order]
         return tf.transpose(tf.reshape(matrix, shape), invert(order))
 
@@ -149,8 +149,8 @@ class EinsumDenseBlock(MatrixBlock):
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         kernel, *bias = gradients
         if bias:
-            compact = tf.reshape(bias[0], self._bias_shape())
-            bias = [tf.transpose(compact, self._bias_order())]
+            squeezed = tf.reshape(bias[0], self._bias_shape())
+            bias = [tf.transpose(squeezed, self._bias_order())]
         return super().to_matrix([kernel, *bias])
 
     def _join_bias(self, row: tf.Tensor) -> tf.Tensor:
@@ -161,17 +161,17 @@ class EinsumDenseBlock(MatrixBlock):
     def _bias_labels(self) -> str:
         """Axis labels of the bias, in the order of the output."""
         labels = self._labels.groups + self._labels.features
-        return _pick(self._labels.outputs, labels)
+        return _select(self._labels.outputs, labels)
 
     def _bias_shape(self) -> list[int]:
-        return [self._size[c] for c in self._bias_labels()]
+        return [self._axis_sizes[c] for c in self._bias_labels()]
 
     def _bias_order(self) -> list[int]:
         """Permutation of the bias axes to (groups, outputs)."""
         labels = self._labels.groups + self._labels.features
         return [self._bias_labels().index(c) for c in labels]
 
-    def _order(self) -> list[int]:
+    def _kernel_order(self) -> list[int]:
         """Permutation of the kernel axes to (groups, inputs, outputs)."""
         labels = self._labels
         order = labels.groups + labels.contracted + labels.features
@@ -202,10 +202,9 @@ class EinsumDenseBlock(MatrixBlock):
         tensor = tf.transpose(tensor, order)
         shape = tf.shape(tensor)
         positions = tf.reduce_prod(shape[1 : len(shared)])
-        count = [self._count(groups)] if groups else []
-        return tf.reshape(
-            tensor, [shape[0], positions, *count, self._count(features)]
-        )
+        sizes = [self._axes_size(groups)] if groups else []
+        sizes.append(self._axes_size(features))
+        return tf.reshape(tensor, [shape[0], positions, *sizes])
 
 
 def invert(order: Sequence[int]) -> list[int]:

@@ -80,7 +80,7 @@ class EmbeddingBlock(MatrixBlock):
 
 
 class ReversibleEmbeddingBlock(EmbeddingBlock):
-    """Embedding weights of a `ReversibleEmbedding`, tied or not.
+    """Block of the token embeddings of a `ReversibleEmbedding` layer.
 
     With untied weights, or if the step has no projection to tokens, this is
     the block of the token lookup.
@@ -116,7 +116,7 @@ class ProjectionBlock(DenseBlock):
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
-        # The soft cap needs the layer's output, which is not subsampled.
+        # Not with a soft cap: `rows` then needs the whole `record.output`.
         self.examples_first = layer.logit_soft_cap is None
 
     def _find_kernel(self) -> keras.Variable:

@@ -16,8 +16,8 @@ from tfkfac.compat.functions import TraceKey, shared_call
 from tfkfac.compat.overrides import given_moments
 from tfkfac.factors import Factor, Stack
 
-# Attributes that may hold the scale. In Keras, `scale` is a weight of
-# `RMSNormalization` and a flag of other layers; `weight` is T5's of keras-hub.
+# Attributes that may hold the scale: `gamma`, `scale` of `RMSNormalization` (a
+# flag of other layers), `weight` of the T5 layer of keras-hub.
 _SCALES = ("gamma", "scale", "weight")
 
 
@@ -90,8 +90,8 @@ class NormalizationBlock(Block):
             statistics: Sequence[tf.Tensor],
         ) -> tf.Tensor:
             kwargs = constants | dict(tensors)
-            call = inputs, moments or None, kwargs, statistics
-            return self._sums(gradient, lambda: self._normalized(*call))
+            arguments = inputs, moments or None, kwargs, statistics
+            return self._sums(gradient, lambda: self._normalized(*arguments))
 
         return Rows(
             None,
@@ -108,7 +108,7 @@ class NormalizationBlock(Block):
         )
 
     def _batch_norm_sums(self, record: Record) -> tf.Tensor:
-        """`_sums` from recorded batch moments, for any number of features."""
+        """Compute `_sums` from the recorded batch moments."""
         mean, variance = (self.cast(m) for m in record.moments or ())
         g, epsilon = self.cast(record.gradient), self.layer.epsilon
         positions = list(range(1, g.shape.rank - 1))
@@ -162,9 +162,9 @@ class NormalizationBlock(Block):
     def _features(self) -> int:
         return math.prod(self._weights[0].shape)
 
-    def _normalized(self, *call: Any) -> tf.Tensor:
+    def _normalized(self, *arguments: Any) -> tf.Tensor:
         """Normalised input: the output for scale 1 and offset 0."""
-        return self._output(True, *call)
+        return self._output(True, *arguments)
 
     def _output(
         self,
@@ -232,8 +232,9 @@ class ShiftedNormalizationBlock(NormalizationBlock):
         return NormalizationBlock.unsupported(layer)
 
     @override
-    def _normalized(self, *call: Any) -> tf.Tensor:
-        return self._output(True, *call) - self._output(False, *call)
+    def _normalized(self, *arguments: Any) -> tf.Tensor:
+        unshifted = self._output(False, *arguments)
+        return self._output(True, *arguments) - unshifted
 
 
 def axes_of(layer: keras.layers.Layer) -> list[int]:

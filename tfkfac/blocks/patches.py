@@ -72,7 +72,7 @@ def _slices(
     """Slices of equal spatial size, with the whole batch and all channels."""
     size = tf.convert_to_tensor([-1, *sizes, -1])
     slices = [tf.slice(image, [0, *start, 0], size) for start in starts]
-    for cut in slices:  # A dynamic size loses the static number of channels.
+    for cut in slices:  # Restore the static number of channels.
         cut.set_shape([None] * (len(sizes) + 1) + [image.shape[-1]])
     return slices
 
@@ -90,34 +90,34 @@ def fit(inputs: tf.Tensor, geometry: Geometry) -> tuple[tf.Tensor, list[Any]]:
     ):
         extent, cells = (size - 1) * rate + 1, size_of(inputs, axis)
         if stride == 1:
-            paddings.append(ends(extent, padding))
+            paddings.append(unit_stride_padding(extent, padding))
             index.append(slice(None))
-            outputs.append(longer(cells, sum(paddings[-1]) + 1 - extent))
+            outputs.append(plus(cells, sum(paddings[-1]) + 1 - extent))
             continue
         before, count = fit_axis(cells, extent, stride, padding)
-        end = (count + (extent - 1) // stride) * stride - before
-        index.append(slice(end))
-        paddings.append((before, _larger(end - cells, 0)))
+        num_used = (count + (extent - 1) // stride) * stride - before
+        index.append(slice(num_used))
+        paddings.append((before, _maximum(num_used - cells, 0)))
         outputs.append(count)
     if max(strides) > 1:
         inputs = inputs[tuple(index)]
     if all(isinstance(n, int) and not n for pair in paddings for n in pair):
         return inputs, outputs
     padded = tf.pad(inputs, [*paddings, (0, 0)])
-    # Dynamic padding loses the static number of channels.
+    # Restore the static number of channels, which dynamic padding loses.
     padded.set_shape([None] * (len(outputs) + 1) + [inputs.shape[-1]])
     return padded, outputs
 
 
-def ends(extent: int, padding: str) -> tuple[int, int]:
-    """Padding before and after an axis for stride 1, for any image size."""
+def unit_stride_padding(extent: int, padding: str) -> tuple[int, int]:
+    """Padding before and after an axis for stride 1 and any image size."""
     before, count = fit_axis(extent, extent, 1, padding)
     return before, count - 1 - before
 
 
-def longer(size: Any, by: int) -> Any:
-    """Return `size + by`, without an operation if `by` is 0."""
-    return size + by if by else size
+def plus(size: Any, increment: int) -> Any:
+    """Return the sum, without a graph operation if the increment is 0."""
+    return size + increment if increment else size
 
 
 def fit_axis(
@@ -132,14 +132,14 @@ def fit_axis(
     if padding == "causal":
         return extent - 1, (size - 1) // stride + 1
     output = (size + stride - 1) // stride
-    return _larger((output - 1) * stride + extent - size, 0) // 2, output
+    return _maximum((output - 1) * stride + extent - size, 0) // 2, output
 
 
-def _larger(number: Any, least: int) -> Any:
+def _maximum(number: Any, minimum: int) -> Any:
     """Maximum; a Python integer if `number` is a Python integer."""
     if isinstance(number, int):
-        return max(number, least)
-    return tf.maximum(number, least)
+        return max(number, minimum)
+    return tf.maximum(number, minimum)
 
 
 class AllChannelPairs:
@@ -155,17 +155,18 @@ class AllChannelPairs:
         The result has shape `(2 height - 1, 2 width - 1, ...)` for a `size`
         of `(height, width)`, with negative shifts first.
         """
-        (down, right), channels = size, images.shape[-1]
-        paddings = [[0, 0], [0, down - 1], [right - 1, right - 1], [0, 0]]
-        half = tf.raw_ops.Conv2DBackpropFilter(
+        (height, width), channels = size, images.shape[-1]
+        paddings = [[0, 0], [0, height - 1], [width - 1, width - 1], [0, 0]]
+        # Vertical shifts d >= 0; axis 2 is the channel of the shifted image.
+        down = tf.raw_ops.Conv2DBackpropFilter(
             input=tf.pad(images, paddings),
-            filter_sizes=[down, 2 * right - 1, channels, channels],
+            filter_sizes=[height, 2 * width - 1, channels, channels],
             out_backprop=images,
             strides=[1] * 4,
             padding="VALID",  # oneDNN does not support explicit padding.
-        )  # Axis 2 is the shifted channel, axis 3 the other channel.
-        opposite = tf.reverse(half[1:], [0, 1])
-        return tf.concat([opposite, tf.transpose(half, [0, 1, 3, 2])], 0)
+        )
+        up = tf.reverse(down[1:], [0, 1])
+        return tf.concat([up, tf.transpose(down, [0, 1, 3, 2])], 0)
 
     def patch_products(
         self, images: tf.Tensor, size: Sequence[int], stride: int = 1
@@ -192,7 +193,7 @@ class AllChannelPairs:
         return tf.reshape(products, [elements, elements])
 
     def as_row(self, sums: tf.Tensor) -> tf.Tensor:
-        """Reshape `(height, width, channels)` to the order of the matrix."""
+        """Flatten a patch `(height, width, channels)` in factor order."""
         return tf.reshape(sums, [-1])
 
 
@@ -204,12 +205,12 @@ class SameChannelPairs(AllChannelPairs):
 
     @override
     def correlation(self, images: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
-        down, right = size
-        paddings = [[0, 0], [0, down - 1], [right - 1, right - 1], [0, 0]]
+        height, width = size
+        paddings = [[0, 0], [0, height - 1], [width - 1, width - 1], [0, 0]]
         padded = tf.pad(images, paddings)
-        size = (down, 2 * right - 1)
-        half = self._filter_gradients(padded, size, [images], 1)[0]
-        return tf.concat([tf.reverse(half[1:], [0, 1]), half], 0)[..., 0]
+        size = (height, 2 * width - 1)
+        down = self._filter_gradients(padded, size, [images], 1)[0]
+        return tf.concat([tf.reverse(down[1:], [0, 1]), down], 0)[..., 0]
 
     @override
     def patch_products(
@@ -253,7 +254,7 @@ class SameChannelPairs(AllChannelPairs):
 
 
 class Window(NamedTuple):
-    """A two-dimensional convolution, prepared for the correlation.
+    """Images and geometry of a two-dimensional convolution, for `_products`.
 
     In each dimension the images have at least as many cells as the kernel
     overlaps at positions beyond the outputs.
@@ -360,14 +361,14 @@ def costs(
     shifts = height * (2 * width - 1)
     correlation = rows * columns * shifts * (2.5 * channels**2 + 400)
     edges = (
-        (columns + width - 1) * _edges(rows, outputs[0], height) * width**2
-        + outputs[0] * _edges(columns, outputs[1], width) * height**2
+        (columns + width - 1) * _edge_cost(rows, outputs[0], height) * width**2
+        + outputs[0] * _edge_cost(columns, outputs[1], width) * height**2
     ) * channels**2
     matrix = 700 * (height * width * channels) ** 2
     return batch * (correlation + edges) + matrix, by_patches
 
 
-def _edges(cells: int, outputs: int, kernel: int) -> float:
+def _edge_cost(cells: int, outputs: int, kernel: int) -> float:
     """Return `2 (p / 2)^2`, for p padded positions at both ends of an axis."""
     outside = cells + kernel - 1 - outputs
     return outside**2 / 2
@@ -397,9 +398,9 @@ def _in_strides(geometry: Geometry) -> list[int]:
 
 def _unpadded(images: tf.Tensor, geometry: Geometry) -> Window:
     """Window of stride 1 without explicit padding, for large images."""
-    paddings = [ends(kernel, geometry.padding) for kernel in geometry.size]
+    paddings = [unit_stride_padding(k, geometry.padding) for k in geometry.size]
     outputs = [
-        longer(size_of(images, axis), sum(paddings[axis - 1]) + 1 - kernel)
+        plus(size_of(images, axis), sum(paddings[axis - 1]) + 1 - kernel)
         for axis, kernel in enumerate(geometry.size, start=1)
     ]
     return Window(images, geometry.size, paddings, outputs)
@@ -440,11 +441,11 @@ def _products(pairs: AllChannelPairs, window: Window) -> tf.Tensor:
     """Products of all pairs of offsets, in the shape of `patch_products`."""
     shifts = pairs.correlation(window.images, window.size)
     total = _expand_shifts(shifts, window.size)
-    # Top and bottom edges include the corners; left and right edges do not.
+    # Only the top and bottom edges include the corners, by full padding.
     full = (window.size[1] - 1, window.size[1] - 1)
-    for axis, along in ((0, full), (1, window.padding[0])):
+    for axis, padding in ((0, full), (1, window.padding[0])):
         for at_end in (False, True):
-            total = _subtract_edge(pairs, total, window, axis, along, at_end)
+            total = _subtract_edge(pairs, total, window, axis, padding, at_end)
     return total
 
 
@@ -465,10 +466,10 @@ def _subtract_edge(
     total: tf.Tensor,
     window: Window,
     axis: int,
-    along: tuple[int, int],
+    other_padding: tuple[int, int],
     at_end: bool,
 ) -> tf.Tensor:
-    """Subtract the positions beyond one end of the outputs in one axis."""
+    """Subtract patches at positions beyond one end of the outputs."""
     size = window.size[axis]
     cells = size - 1 - window.padding[axis][at_end]
     if not cells:
@@ -477,7 +478,7 @@ def _subtract_edge(
     images = window.images
     strip = images[:, edge] if axis == 0 else images[:, :, edge]
     paddings = [[0, 0]] * 4
-    paddings[2 - axis] = list(along)
+    paddings[2 - axis] = list(other_padding)
     strip = tf.pad(strip, paddings)
     kernel = [cells, window.size[1]] if axis == 0 else [window.size[0], cells]
     products = pairs.patch_products(strip, kernel)

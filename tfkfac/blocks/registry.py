@@ -34,7 +34,7 @@ from tfkfac.capture.taps import Tap, before_first_call
 from tfkfac.capture.walk import LayerRule, Node, unbuilt, walk
 from tfkfac.factors import Limit
 
-# The reason of a class of blocks that a kind of steps leaves out on purpose.
+# `Leftover.reason` of embeddings in spectral steps, see `without`.
 EXCLUDED = "spectral steps leave embeddings to the rest optimizer"
 
 
@@ -61,7 +61,7 @@ class Registry:
 
     @property
     def left(self) -> tuple[Leftover, ...]:
-        """Leftovers, including the blocks skipped in the last traced step."""
+        """`leftovers`, and the blocks skipped in the last traced step."""
         skipped = [
             Leftover(block.path, tuple(block.variables), block.skip_reason)
             for block in self.blocks
@@ -81,7 +81,7 @@ class Registry:
             [block.path, block.kind, [f.text for f in block.factors.values()]]
             for block in self.blocks
         ]
-        uncovered = [[left.path, left.reason] for left in self.leftovers]
+        uncovered = [[item.path, item.reason] for item in self.leftovers]
         return {
             "layers": layers,
             "layers left to the inner optimizer": uncovered,
@@ -95,7 +95,7 @@ def tap_layers(
     owner: object,
     without: tuple[type[Block], ...] = (),
 ) -> None:
-    """Open a tap on each trainable layer that has a block.
+    """Start to record the calls of each trainable layer that has a block.
 
     Layers whose blocks are all in `without` are skipped. Runs again when a
     layer that is not built yet is called the first time.
@@ -130,16 +130,16 @@ def build_registry(
     leftovers: list[Leftover] = []
     for node in walk(model, skip_layers, only_layers):
         layer, reason = node.layer, node.reason
-        new: list[Block] = []
+        new_blocks: list[Block] = []
         if reason is None and layer.built and layer.trainable:
-            new, reason = _blocks_of(node, remaining, limit, without)
-            blocks += new
+            new_blocks, reason = _blocks_of(node, remaining, limit, without)
+            blocks += new_blocks
         uncovered = [v for v in layer.trainable_variables if id(v) in remaining]
         for variable in uncovered:
             del remaining[id(variable)]
         if uncovered:
-            missing = "not in the block of" if new else "no block for"
-            reason = reason or f"{missing} {type(layer).__name__}"
+            cause = "not in the block of" if new_blocks else "no block for"
+            reason = reason or f"{cause} {type(layer).__name__}"
             leftovers.append(Leftover(node.path, tuple(uncovered), reason))
     return Registry(tuple(blocks), tuple(leftovers))
 
@@ -195,7 +195,7 @@ def _reason_to_skip(
     if not all(id(v) in remaining for v in block.variables):
         return "kernel frozen or shared with another layer"
     for name, factor in block.factors.items():
-        # A custom block may create a `Dense` factor without `self.limit`.
+        # Check the size here, as a custom block may ignore `self.limit`.
         if limit.exceeded(factor.whole_size):
             return (
                 f"factor {name} of {factor.text} exceeds "
@@ -388,10 +388,10 @@ def _types_like(like: Any) -> BlockTypes:
     """Return the block classes of the layer class `like`."""
     types = _types_of_class(like) if isinstance(like, type) else None
     if types is None:
-        known = [c.__name__ for c in (*BLOCKS, *_registered)]
+        names = [c.__name__ for c in (*BLOCKS, *_registered)]
         raise ValueError(
             "Argument `like` must be a layer class with a block: one of "
-            f"{', '.join(known)}. Received: like={like!r}"
+            f"{', '.join(names)}. Received: like={like!r}"
         )
     return types
 

@@ -13,7 +13,7 @@ from tfkfac.linalg.tensors import select
 
 
 class Statistic(NamedTuple):
-    """Sum and count of a mean over the rows of all workers.
+    """Mean over rows, stored as sum and count to add up over workers.
 
     Attributes:
         total: Sum over the local rows.
@@ -25,7 +25,7 @@ class Statistic(NamedTuple):
 
 
 class Rows:
-    """Layer inputs and pre-activation gradients as rows.
+    """Inputs and pre-activation gradients of a layer call.
 
     Args:
         a: Inputs `(batch, shared, [groups,] inputs)`, with a column of ones
@@ -67,9 +67,9 @@ def weigh(
         if features:
             return a, tf.cast(tf.size(a, tf.int64) // features, dtype)
         return a, tf.cast(tf.reduce_prod(tf.shape(a)[:2]), dtype)
-    extra = [1] * (a.shape.rank - 2)
-    shape = tf.concat([tf.shape(weights), extra], 0)
-    # Not a product with the weights: a padded row may contain NaN.
+    ones = [1] * (a.shape.rank - 2)
+    shape = tf.concat([tf.shape(weights), ones], 0)
+    # Select rather than multiply by 0: a padded row may contain NaN.
     a = tf.where(tf.reshape(weights, shape) > 0, a, tf.zeros_like(a))
     return a, tf.reduce_sum(weights)
 
@@ -84,8 +84,8 @@ def average_positions(
             tf.cast(tf.shape(a)[0], dtype),
         )
     positions = tf.reduce_sum(weights, 1)
-    extra = [1] * (a.shape.rank - 1)
-    shape = tf.concat([tf.shape(positions), extra], 0)
+    ones = [1] * (a.shape.rank - 1)
+    shape = tf.concat([tf.shape(positions), ones], 0)
     mean = tf.math.divide_no_nan(
         tf.reduce_sum(a, 1, keepdims=True), tf.reshape(positions, shape)
     )
@@ -106,7 +106,7 @@ def fold_positions(tensor: tf.Tensor) -> tf.Tensor:
 def size_of(tensor: tf.Tensor, axis: int) -> Any:
     """Size of an axis; a Python integer if it is static."""
     size = tensor.shape[axis]
-    # `tf.unstack`, because each strided slice adds three constants.
+    # Use `tf.unstack`: indexing adds three constants to the graph.
     return tf.unstack(tf.shape(tensor))[axis] if size is None else size
 
 
@@ -125,13 +125,13 @@ def fold_axes(tensor: tf.Tensor, shared: int, features: Any) -> tf.Tensor:
     positions = tensor.shape[1 : 1 + shared].num_elements()
     if positions:
         return tf.reshape(tensor, [-1, positions, features])
-    # `tf.reshape` cannot infer a size from an empty batch.
+    # Pass all sizes: `tf.reshape` cannot infer the size of an empty batch.
     batch, *sizes = tf.unstack(tf.shape(tensor))[: 1 + shared]
     return tf.reshape(tensor, [batch, math.prod(sizes), features])
 
 
 def fold_mask(mask: tf.Tensor | None, shape: tf.Tensor) -> tf.Tensor | None:
-    """Broadcast a mask of the leading axes and reshape it to 2 axes.
+    """Broadcast a mask to all positions and reshape to `(batch, shared)`.
 
     Args:
         mask: Bool of shape `(batch, ...)`, or None.
@@ -142,10 +142,11 @@ def fold_mask(mask: tf.Tensor | None, shape: tf.Tensor) -> tf.Tensor | None:
     """
     if mask is None or mask.shape.rank is None:
         return None
-    missing = shape.shape[0] - mask.shape.rank
-    if missing < 0:
+    missing_axes = shape.shape[0] - mask.shape.rank
+    if missing_axes < 0:
         return None
-    mask = tf.reshape(mask, tf.concat([tf.shape(mask), [1] * missing], 0))
+    ones = [1] * missing_axes
+    mask = tf.reshape(mask, tf.concat([tf.shape(mask), ones], 0))
     mask = tf.broadcast_to(tf.cast(mask, tf.bool), shape)
     return tf.reshape(mask, [shape[0], tf.reduce_prod(shape[1:])])
 

@@ -36,12 +36,12 @@ class Subsample(NamedTuple):
         fraction: Fraction of the examples, in (0, 1].
         offset: int64, number of earlier subsamples. Each offset selects other
             examples.
-        least: Minimum number of examples, if the batch has enough examples.
+        min_examples: Minimum size, if the batch has enough examples.
     """
 
     fraction: float
     offset: tf.Tensor
-    least: int = 1
+    min_examples: int = 1
 
 
 def choose_subsample(
@@ -53,13 +53,13 @@ def choose_subsample(
     workers that add up their statistics.
     """
     if fraction is None:
-        least = math.ceil(_MIN_EXAMPLES / workers)
-        return Subsample(_DEFAULT_FRACTION, offset, least)
+        min_examples = math.ceil(_MIN_EXAMPLES / workers)
+        return Subsample(_DEFAULT_FRACTION, offset, min_examples)
     return Subsample(fraction, offset) if fraction < 1 else None
 
 
 class Examples:
-    """Evenly spaced examples of a batch, at least one unless it is empty.
+    """Select evenly spaced examples of a batch for the statistics.
 
     The first examples would be biased: batches may be sorted, and the first
     axis of a layer may include time or patches. Over successive offsets, each
@@ -73,9 +73,9 @@ class Examples:
         def choose(
             size: tf.Tensor, offset: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor]:
-            share = subsample.fraction * tf.cast(size, tf.float64)
-            count = tf.cast(tf.math.ceil(share), tf.int64)
-            count = tf.maximum(count, tf.minimum(size, subsample.least))
+            count = subsample.fraction * tf.cast(size, tf.float64)
+            count = tf.cast(tf.math.ceil(count), tf.int64)
+            count = tf.maximum(count, tf.minimum(size, subsample.min_examples))
             # Avoid a division by zero for an empty batch.
             period, divisor = tf.maximum(size, 1), tf.maximum(count, 1)
             first = offset * count % period
@@ -85,7 +85,7 @@ class Examples:
             )
 
         self._indices, self.weight = shared_call(
-            ("examples", subsample.fraction, subsample.least),
+            ("examples", subsample.fraction, subsample.min_examples),
             choose,
             tf.cast(size, tf.int64),
             tf.convert_to_tensor(subsample.offset, tf.int64),
@@ -93,23 +93,23 @@ class Examples:
         )
 
     def of(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
-        """Select the examples of a tensor whose first axis is batch or 1."""
+        """Select examples of a tensor, whose first axis has batch size or 1."""
         if tensor is None:
             return None
-        taken = shared_call(
-            "take examples", _take, tensor, self._indices, any_size=True
+        selected = shared_call(
+            "take examples", _gather, tensor, self._indices, any_size=True
         )
-        taken.set_shape([None, *tensor.shape[1:]])
-        return taken
+        selected.set_shape([None, *tensor.shape[1:]])
+        return selected
 
 
-def _take(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
+def _gather(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
     size = tf.shape(tensor, tf.int64)[0]
     return tf.gather(tensor, indices % tf.maximum(size, 1))
 
 
 def _is_plain(record: Record) -> bool:
-    """True if a record has no per-example tensors among its arguments."""
+    """True if the input is one tensor and no other argument is a tensor."""
     arguments = tf.nest.flatten(dict(record.kwargs))
     return isinstance(record.inputs, tf.Tensor) and all(
         isinstance(value, (bool, int, float, str, type(None)))
@@ -154,11 +154,11 @@ class View(NamedTuple):
             "unscale": self.unscale,
             "offset": self.subsample and self.subsample.offset,
         }
-        given = {name: x for name, x in fields.items() if x is not None}
-        return {name: tf.convert_to_tensor(x) for name, x in given.items()}
+        present = {name: x for name, x in fields.items() if x is not None}
+        return {name: tf.convert_to_tensor(x) for name, x in present.items()}
 
     def with_scalars(self, scalars: Mapping[str, tf.Tensor]) -> "View":
-        """Return a copy with other values of the scalar fields."""
+        """Return a copy with the given values of the scalar fields."""
         values, subsample = dict(scalars), self.subsample
         if subsample is not None:
             subsample = subsample._replace(offset=values.pop("offset"))
@@ -197,8 +197,8 @@ def batch_statistics(
         statistics = []
         for record in records:
             key = _trace_key(block, record, view)
-            # Share a function unless a single call would use it, which only
-            # slows tracing. In a function, convolutions get oneDNN kernels.
+            # Inline a key that is used once: a function only slows tracing,
+            # except for fixed sizes, where convolutions get oneDNN kernels.
             if key is None or (key.any_size and counts[key] == 1):
                 statistics.append(_sums(block, record, view))
             else:
@@ -229,11 +229,11 @@ def _pool(
         statistics = [call[name] for call in calls]
         for statistic in statistics:
             statistic.total.set_shape(shapes[name])
-        total = _add([statistic.total for statistic in statistics])
+        total = _sum_tensors([statistic.total for statistic in statistics])
         # All calls contribute to the same loss terms: do not add their counts.
         count = statistics[-1].count
         if name == "A":
-            count = _add([statistic.count for statistic in statistics])
+            count = _sum_tensors([statistic.count for statistic in statistics])
         pooled[name] = Statistic(total, count)
     return pooled
 
@@ -241,7 +241,7 @@ def _pool(
 def output_total(
     block: Block, records: Sequence[Record], view: View
 ) -> tf.Tensor:
-    """Sum `g g^T` over the calls of a layer, without the scales of a view."""
+    """Sum `g g^T` over the calls of a layer, without the scales of a `View`."""
     totals = []
     for record in records:
         rows, _, examples = _rows(block, record, view.subsample)
@@ -250,9 +250,9 @@ def output_total(
     return tf.add_n(totals)
 
 
-def _add(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    first, *others = tensors
-    return sum(others, first)
+def _sum_tensors(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    first, *rest = tensors
+    return sum(rest, first)
 
 
 def _shared_sums(
@@ -370,7 +370,7 @@ def _row_weights(
 
 
 def _broadcast_positions(weightless: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
-    """Convert flags `(B, positions)` of a loss to the rows of a layer.
+    """Reshape or broadcast flags `(B, positions)` of a loss to layer rows.
 
     If the number of rows differs from the number of flags, a row has the flag
     of its example: true if all positions of the example have no weight.
@@ -392,14 +392,14 @@ def _broadcast_positions(weightless: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
 # Records of each call of a layer, in the order of the backward passes.
 Calls = Sequence[Sequence[Record]]
 
-# Largest squared relative distance of equal gradients.
+# Gradients count as equal up to this squared relative distance.
 _TOLERANCE = 1e-4
 
 
 def records_of(
     block: Block, calls: Calls, gradients: Sequence[tf.Tensor]
 ) -> tuple[list[Record], tf.Tensor | None]:
-    """Return one record per call, of the applied backward passes.
+    """Merge records into one per call that yields the applied gradient.
 
     The applied gradients may differ from the recorded ones by a factor, for
     example after clipping.
@@ -439,9 +439,9 @@ def _compare(
     matrix = tf.concat(rows, 0)
     products = tf.matmul(matrix, matrix, transpose_b=True)
     # Dot products of the sum s of chosen gradients and the gradient g.
-    gram, along, gg = products[:-1, :-1], products[:-1, -1], products[-1, -1]
+    gram, dots, gg = products[:-1, :-1], products[:-1, -1], products[-1, -1]
     ss = tf.reduce_sum(tf.matmul(choices, gram) * choices, 1)
-    sg = tf.linalg.matvec(choices, along)
+    sg = tf.linalg.matvec(choices, dots)
     squared_errors = gg - 2 * sg + ss
     squared_cosines = tf.math.divide_no_nan(tf.square(sg), ss * gg)
     # Reject the opposite direction: a negative multiple is another gradient.
@@ -452,17 +452,17 @@ def _compare(
     parallel = squared_sines <= _TOLERANCE
     best = tf.where(
         tf.reduce_any(same),
-        _first(same),
+        _first_index(same),
         tf.where(
             tf.reduce_any(parallel),
-            _first(parallel),
+            _first_index(parallel),
             tf.argmin(squared_sines),
         ),
     )
     return best, tf.reduce_any(tf.logical_or(same, parallel))
 
 
-def _first(flags: tf.Tensor) -> tf.Tensor:
+def _first_index(flags: tf.Tensor) -> tf.Tensor:
     """Return the index of the first true flag."""
     return tf.argmax(tf.cast(flags, tf.int32))
 

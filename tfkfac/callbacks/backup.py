@@ -31,13 +31,13 @@ from tfkfac.shell.optimizer import SecondOrderOptimizer, find_optimizer
 EXIT_CODE = 128 + signal.SIGTERM  # exit code of a shell after SIGTERM
 _SUFFIX = ".weights.h5"
 _NAME = re.compile(r"epoch-(\d+)(?:_batch-(\d+))?\.weights\.h5")
-_MISSING = "is not there"  # fault of a backup that only worker 0 can read
-_GROUP = "chief_backup"  # HDF5 group of the epoch and the batch
-_NUM_KEPT = 2  # backups
+_MISSING = "is not there"  # fault of a backup that this worker cannot see
+_POSITION_GROUP = "chief_backup"
+_NUM_KEPT_BACKUPS = 2
 
 
 def get_optimizer(callback: keras.callbacks.Callback) -> SecondOrderOptimizer:
-    """Return the optimizer of tfkfac of the callback's model.
+    """Return the tfkfac optimizer of the model that runs a callback.
 
     Raises:
         ValueError: If the model has another optimizer or none.
@@ -115,7 +115,7 @@ class ChiefBackup(
         """Restore the signal handler after `fit`, also after an error."""
         self._stopping = None
         self._context.close()
-        if self._sigterm_received:  # too late for a backup
+        if self._sigterm_received:  # received after the last batch
             self._sigterm_received = False
             signal.raise_signal(signal.SIGTERM)
 
@@ -135,7 +135,7 @@ class ChiefBackup(
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        # The first epoch of the backup is only for this `fit`.
+        # Reset the first epoch, which `_restore` has set for this `fit` only.
         set_first_epoch(self.model, None)
         if epoch > self._epoch:
             self._num_skipped = 0
@@ -150,24 +150,24 @@ class ChiefBackup(
             ValueError: If another worker does not see a backup of worker 0, or
                 if all backups are damaged.
         """
-        local = {"names": [path.name for path in self._files()]}
+        local = {"names": [path.name for path in self._backups()]}
         names = self._exchange(local, "backups")[0]["names"]
         faults: dict[str, str] = {}
         for name in reversed(names):
             path = self.directory / name
-            # The workers' directories may be on different disks.
+            # Check on all workers, whose directories may be on different disks.
             checks = self._exchange(_check_backup(path), "backup")
             checksum = checks[0].get("checksum")
-            missing = [
+            unaware = [
                 i
                 for i, check in enumerate(checks)
                 if (i and check.get("fault") == _MISSING)
                 or (checksum and check.get("checksum", checksum) != checksum)
             ]
-            if missing:
+            if unaware:
                 raise ValueError(
                     "Argument `directory` of `ChiefBackup` must be a directory "
-                    f"of all workers. Workers {missing} do not see the backup "
+                    f"of all workers. Workers {unaware} do not see the backup "
                     f"'{name}' of worker 0. Received: "
                     f"directory='{self.directory}'"
                 )
@@ -203,12 +203,12 @@ class ChiefBackup(
 
     def _restore(self, path: pathlib.Path) -> None:
         with warnings.catch_warnings():
-            # Keras only warns if the variables are of another optimizer.
+            # Raise where Keras warns: the variables are of another optimizer.
             skipped = "Skipping variable loading"
             warnings.filterwarnings("error", message=skipped)
             self.model.load_weights(path)
         with h5py.File(path, "r") as file:
-            position = file[_GROUP].attrs
+            position = file[_POSITION_GROUP].attrs
             self._epoch = int(position["epoch"])
             self._num_skipped = int(position["batch"])
         set_first_epoch(self.model, self._epoch)
@@ -238,7 +238,7 @@ class ChiefBackup(
         def write(temporary: pathlib.Path) -> None:
             self.model.save_weights(temporary, overwrite=True)
             with h5py.File(temporary, "a") as file:
-                group = file.create_group(_GROUP)
+                group = file.create_group(_POSITION_GROUP)
                 group.attrs["epoch"] = epoch
                 group.attrs["batch"] = batch
                 group.attrs["format"] = FORMAT
@@ -255,9 +255,10 @@ class ChiefBackup(
             )
             return False
         self._damaged.discard(path.name)
-        files = self._files()
+        files = self._backups()
         valid = [file for file in files if file.name not in self._damaged]
-        self._delete([file for file in files if file not in valid[-_NUM_KEPT:]])
+        kept = valid[-_NUM_KEPT_BACKUPS:]
+        self._delete([file for file in files if file not in kept])
         return True
 
     # ---------------------------------------------------------- terminating
@@ -267,45 +268,45 @@ class ChiefBackup(
         is_alone = get_optimizer(self).method.job.topology.processes == 1
         self._stopping = stopping or (Stopping() if is_alone else None)
         # Only the main thread may set a signal handler.
-        in_main = threading.current_thread() is threading.main_thread()
-        if not in_main:
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if not is_main_thread:
             warnings.warn(
                 "`ChiefBackup` cannot answer SIGTERM to this process, as `fit` "
                 "does not run in the main thread: a job that ends goes on from "
                 "its last epoch.",
                 stacklevel=2,
             )
-        if self._stopping is None or not in_main:
+        if self._stopping is None or not is_main_thread:
             return
-        before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+        previous = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
 
         def receive(number: int, frame: FrameType | None) -> None:
             self._sigterm_received = True
-            signal.signal(signal.SIGTERM, before)  # for a second SIGTERM
+            signal.signal(signal.SIGTERM, previous)  # for a second SIGTERM
 
         signal.signal(signal.SIGTERM, receive)
-        self._context.callback(signal.signal, signal.SIGTERM, before)
+        self._context.callback(signal.signal, signal.SIGTERM, previous)
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._num_done = done = batch + 1
-        if self._stopping is None or done <= self._num_skipped:
+        self._num_done = num_done = batch + 1
+        if self._stopping is None or num_done <= self._num_skipped:
             return
         if self._sigterm_received:
             self._stopping.request()
         if self._stopping.end_batch():
             self._sigterm_received = False
-            self._back_up_and_exit(done)
+            self._back_up_and_exit(num_done)
 
-    def _back_up_and_exit(self, done: int) -> None:
-        """Back up after `done` batches of the epoch, and exit all processes."""
+    def _back_up_and_exit(self, batch: int) -> None:
+        """Back up after `batch` batches of an epoch, and exit all processes."""
         get_optimizer(self).gather_state()
-        is_saved = self._is_chief and self._write(self._epoch, done)
-        # This exchange also waits until worker 0 has written the backup.
+        is_saved = self._is_chief and self._write(self._epoch, batch)
+        # Let all workers wait until worker 0 has written the backup.
         chief, *_ = self._exchange({"saved": is_saved}, "leave")
         outcome = "is backed up" if chief["saved"] else "ends, not backed up,"
         print(
-            f"tfkfac: SIGTERM: training {outcome} after batch {done} of epoch "
+            f"tfkfac: SIGTERM: training {outcome} after batch {batch} of epoch "
             f"{self._epoch + 1}.",
             file=sys.stderr,
             flush=True,
@@ -316,7 +317,7 @@ class ChiefBackup(
     def on_train_end(self, logs: Any = None) -> None:
         if self._is_chief and self.delete_checkpoint:
             self._delete_partial_files()
-            self._delete(self._files())
+            self._delete(self._backups())
 
     def _delete_partial_files(self) -> None:
         """Delete the incomplete files of a killed job."""
@@ -332,7 +333,7 @@ class ChiefBackup(
                     f"'{path}' cannot be deleted: {error}", stacklevel=2
                 )
 
-    def _files(self) -> list[pathlib.Path]:
+    def _backups(self) -> list[pathlib.Path]:
         """Return the backups, oldest first."""
         paths = [
             path
@@ -379,7 +380,7 @@ def _check_backup(path: pathlib.Path) -> dict[str, str]:
         return {"fault": str(error)}
     try:
         with h5py.File(path, "r") as file:
-            position = file[_GROUP].attrs
+            position = file[_POSITION_GROUP].attrs
             version = position.get("format", "unknown")
             if not np.array_equal(version, FORMAT):
                 return {"format": str(version)}

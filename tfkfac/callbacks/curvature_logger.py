@@ -176,8 +176,8 @@ def layer_curvature(
         return math.nan, math.nan
     spectra = [_spectrum(factor) for factor in factors.values()]
     trace, largest, smallest = (
-        functools.reduce(np.multiply, [of(s, axis=-1) for s in spectra])
-        for of in (np.sum, np.max, np.min)
+        functools.reduce(np.multiply, [reduce(s, axis=-1) for s in spectra])
+        for reduce in (np.sum, np.max, np.min)
     )
     with np.errstate(divide="ignore"):
         condition = (np.max(largest) + damping) / (np.min(smallest) + damping)
@@ -185,7 +185,7 @@ def layer_curvature(
 
 
 def _spectrum(factor: np.ndarray) -> np.ndarray:
-    """Return the eigenvalues along the last axis, all at least 0."""
+    """Return the eigenvalues of a factor, clipped to at least 0."""
     values = np.asarray(factor, np.float64)
     if values.ndim == 1:
         return values

@@ -6,9 +6,9 @@ import os
 import pathlib
 from collections.abc import Callable
 
-PARTIAL_PREFIX = ".writing-"  # prefix of the name of an incomplete file
-_MARK = b"\ntfkfac sha256 "  # precedes the digest at the end of a file
-_HEX_DIGITS = 64  # length of an SHA-256 digest
+PARTIAL_PREFIX = ".writing-"  # prefix of incomplete files
+_DIGEST_MARK = b"\ntfkfac sha256 "
+_NUM_HEX_DIGITS = 64
 _CHUNK_BYTES = 2**20
 
 
@@ -41,7 +41,7 @@ def replace_file(
 
 
 def append_checksum(path: pathlib.Path) -> None:
-    """Append the SHA-256 digest of a file to it.
+    """Append the SHA-256 digest of a file's content to the file.
 
     HDF5 ignores the bytes after the file length that its header contains.
 
@@ -50,7 +50,7 @@ def append_checksum(path: pathlib.Path) -> None:
     """
     digest = _digest(path, path.stat().st_size)
     with path.open("ab") as file:
-        file.write(_MARK + digest.encode())
+        file.write(_DIGEST_MARK + digest.encode())
 
 
 def verify_checksum(path: pathlib.Path) -> str:
@@ -61,12 +61,12 @@ def verify_checksum(path: pathlib.Path) -> str:
         ValueError: If the file has no checksum or a wrong one. The message is
             a predicate: the caller puts the file's name before it.
     """
-    size = path.stat().st_size - len(_MARK) - _HEX_DIGITS
+    size = path.stat().st_size - len(_DIGEST_MARK) - _NUM_HEX_DIGITS
     with path.open("rb") as file:
         file.seek(max(size, 0))
-        end = file.read()
-    mark, stored = end[: len(_MARK)], end[len(_MARK) :]
-    if size < 0 or mark != _MARK:
+        tail = file.read()
+    mark, stored = tail[: len(_DIGEST_MARK)], tail[len(_DIGEST_MARK) :]
+    if size < 0 or mark != _DIGEST_MARK:
         raise ValueError("has no checksum at its end")
     digest = _digest(path, size)
     if stored != digest.encode():

@@ -1,1 +1,1 @@
-"""Capture of layer inputs and output gradients from the user's own tape."""
+"""Record layer inputs and gradients under the user's gradient tape."""

@@ -1,4 +1,4 @@
-"""Taps: overridden methods of a model that record calls and earlier state.
+"""Taps: override methods of a model to record calls and earlier state.
 
 A tap records Python objects with tensors of one trace of one replica. They are
 stored on the graph of their tensors, so no other trace uses them.
@@ -98,7 +98,7 @@ class TraceLists(Generic[N]):
         return store.setdefault((id(self), index), [])
 
     def visible(self, and_eager: bool = False) -> list[list[N]]:
-        """Return this replica's lists of all graphs that can be used here.
+        """Return this replica's lists in the current and the outer graphs.
 
         One list per graph: the enclosing graphs (of a `tf.cond` branch) from
         the outermost, then the current graph. With `and_eager`, the eager
@@ -117,21 +117,21 @@ class TraceLists(Generic[N]):
 
     def pop_items(self) -> list[N]:
         """Remove and return this replica's objects, oldest first."""
-        taken = self.items()
+        popped = self.items()
         for items in self.visible():
             items.clear()
-        return taken
+        return popped
 
 
 class ModelTap(TraceLists[N], abc.ABC):
-    """Override of a method of one model that records objects.
+    """Override one method of a model to record an object in each call.
 
-    Only the last `most` objects are kept: calls outside of a training step are
-    recorded too, and no step removes their objects.
+    Keep only the last `max_items` objects: calls outside of a training step
+    are recorded too, and no step removes their objects.
     """
 
     method: ClassVar[str]
-    most: ClassVar[int] = 1
+    max_items: ClassVar[int] = 1
 
     def __init__(self, model: keras.Model) -> None:
         super().__init__()
@@ -140,17 +140,17 @@ class ModelTap(TraceLists[N], abc.ABC):
 
     @abc.abstractmethod
     def _call(self, below: Below, /, *args: Any, **kwargs: Any) -> Any:
-        """Run instead of the method, which is passed as `below`."""
+        """Replacement of the method; `below` is the original method."""
 
     @classmethod
     def open(cls, model: keras.Model) -> Self:
         """Return the tap of the model; create it at the first call."""
-        return keep_on(model, cls._attribute(), lambda: cls(model))
+        return keep_on(model, cls._attribute_name(), lambda: cls(model))
 
     @classmethod
     def close(cls, model: keras.Model) -> None:
         """Remove the tap of the model."""
-        tap = drop_from(model, cls._attribute())
+        tap = drop_from(model, cls._attribute_name())
         if tap is not None:
             tap._installed.remove()
 
@@ -164,7 +164,7 @@ class ModelTap(TraceLists[N], abc.ABC):
         """Record an object of this replica in the current trace."""
         items = self.current()
         items.append(item)
-        del items[: -self.most]
+        del items[: -self.max_items]
 
     def pop_last(self, default: N) -> N:
         """Remove this replica's objects; return the last or `default`."""
@@ -172,7 +172,7 @@ class ModelTap(TraceLists[N], abc.ABC):
         return items[-1] if items else default
 
     @classmethod
-    def _attribute(cls) -> str:
+    def _attribute_name(cls) -> str:
         """Return the name of the model's attribute that stores the tap."""
         return f"_tfkfac_{cls.__name__}"
 
@@ -195,7 +195,7 @@ class ForwardTap(ModelTap[ForwardCall]):
     """
 
     method = "call"
-    most = 32
+    max_items = 32
 
     def _call(self, below: Below, /, *args: Any, **kwargs: Any) -> Any:
         outputs = below(*args, **kwargs)
@@ -247,10 +247,10 @@ class Pullback:
 
 
 class PullbackTap(ModelTap[Pullback]):
-    """Record the calls of a model under a gradient tape for pullbacks."""
+    """Record each call of a model on a persistent tape, for pullbacks."""
 
     method = "call"
-    most = 4
+    max_items = 4
 
     def _call(self, below: Below, /, *args: Any, **kwargs: Any) -> Any:
         if not capturing():
@@ -333,10 +333,10 @@ class MetricsTap(ModelTap[MetricsDecision]):
         if not decision.loss_is_known:
             excluded &= ~_all_finite(read_values(model.metrics_variables))
         if tf.executing_eagerly() and excluded:
-            # Metrics created in this step have no earlier value.
-            old = {id(variable) for variable in variables}
+            # Reset metrics created in this step, which have no saved value.
+            saved_ids = {id(variable) for variable in variables}
             for metric in model.metrics:
-                if any(id(v) not in old for v in metric.variables):
+                if any(id(v) not in saved_ids for v in metric.variables):
                     metric.reset_state()
         # Assign unconditionally: a `tf.cond` takes longer.
         for variable, value in saved:
@@ -356,14 +356,14 @@ def _all_finite(values: Values) -> tf.Tensor:
     return tf.reduce_all(finite)
 
 
-def no_batch_counted(model: keras.Model) -> bool:
-    """Return True if all metrics have the values of a reset. Eager only.
+def metrics_are_reset(model: keras.Model) -> bool:
+    """Return True if all metrics are in their reset state. Eager only.
 
     Under a strategy this is a collective operation, as `Metric.result` is.
     """
     return all(
         np.array_equal(
-            # Not `np.asarray(variable)`, about which NumPy 2 warns.
+            # `np.asarray(variable)` would cause a warning of NumPy 2.
             tf.convert_to_tensor(variable.value).numpy(),
             keras.ops.convert_to_numpy(value),
         )

@@ -86,7 +86,7 @@ class TimedRecord(NamedTuple):
 
 
 class Tap:
-    """Recorder of the calls of one layer; its first argument is the input."""
+    """Record the calls of a layer, whose first argument is the input."""
 
     def __init__(self, layer: keras.layers.Layer) -> None:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -95,8 +95,8 @@ class Tap:
         self._names = list(inspect.signature(layer.call).parameters)
         self._overrides = [override(layer, "call", self._wrap_call(layer))]
         if isinstance(layer, keras.layers.BatchNormalization):
-            # Permanent, not per call: other replicas run during the call of a
-            # synchronised layer.
+            # Override the moments permanently, not per call: other replicas run
+            # while a synchronised layer is called.
             moments = override_moments(layer, self._record_moments)
             self._overrides.append(moments)
 
@@ -160,7 +160,7 @@ class Tap:
         call_time, replica = next(_clock), replica_id()
         # Do not capture `self`: a tape would keep the layer alive in a cycle.
         records = self._records
-        # In forward mode, `record` runs before the moments are known.
+        # Forward mode calls `record` before the layer computes its moments.
         moments: Any = None
 
         def record(gradient: tf.Tensor, output: tf.Tensor | None) -> None:
@@ -175,10 +175,10 @@ class Tap:
             stored[:] = [r for r in stored if r.gradient_time > call_time]
             stored.append(TimedRecord(call_time, time, result))
 
-        with tapped_activation(layer, record) as passed:
+        with tapped_activation(layer, record) as activated:
             outputs = original(*args, **kwargs)
         moments = self._moments.pop(replica, None)
-        return outputs if passed else watch(outputs, record)
+        return outputs if activated else watch(outputs, record)
 
     def _record_moments(self, below: Callable[..., Any], /, *args: Any) -> Any:
         """Record the batch moments that a normalisation layer computes."""
@@ -196,17 +196,17 @@ def tapped_activation(
 
     Yields a list that is non-empty once the activation was called.
     """
-    passed: list[bool] = []
+    activated: list[bool] = []
     if getattr(layer, "activation", None) is None:
-        yield passed
+        yield activated
         return
 
     def tapped(activation: Callable[..., Any], z: tf.Tensor, /) -> tf.Tensor:
-        passed.append(True)
+        activated.append(True)
         return activation(watch(z, record))
 
     with overridden(layer, "activation", tapped):
-        yield passed
+        yield activated
 
 
 def before_first_call(
@@ -216,7 +216,7 @@ def before_first_call(
 
     def call(_: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         try:
-            # Remove the hook only afterwards: `layer` may not be built yet.
+            # Remove the hook after `action`, which else adds the hook again.
             action()
         finally:
             forget_first_call(layer)
@@ -281,7 +281,7 @@ def is_product(
     return (
         a is _source(inputs)
         and g is output
-        and all(_summed(_source(bias)) is output for bias in biases)
+        and all(_summand(_source(bias)) is output for bias in biases)
     )
 
 
@@ -292,7 +292,7 @@ def _factors(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
         names = "transpose_a", "transpose_b"
     else:
         if operation.type == "Sum":
-            # Sum over the batches of a matrix product with a shared kernel.
+            # Gradient of a kernel broadcast over batches: a sum of products.
             if operation.inputs[1].op.type != "BroadcastGradientArgs":
                 return None
             operation = operation.inputs[0].op
@@ -305,8 +305,8 @@ def _factors(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
     return a, g
 
 
-def _summed(tensor: tf.Tensor) -> tf.Tensor | None:
-    """Return x if a tensor is the sum of x over all but the last axis."""
+def _summand(tensor: tf.Tensor) -> tf.Tensor | None:
+    """Return x if a tensor sums x over all axes but the last, else None."""
     if tensor.op.type in ("BiasAddGrad", "Sum"):
         return _source(tensor.op.inputs[0])
     return None

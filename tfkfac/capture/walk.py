@@ -20,7 +20,7 @@ _CONVOLUTIONS = (
     keras.layers.Conv3D,
 )
 
-# `Node.reason` of layers that these arguments of `KFAC` exclude.
+# `Node.reason` of layers that `KFAC(skip_layers=, only_layers=)` excludes.
 SKIPPED = "skip_layers or only_layers"
 
 LayerRule = str | re.Pattern[str] | type[keras.layers.Layer]
@@ -82,7 +82,7 @@ def walk(
     seen, ambiguous = {id(root)}, ambiguous_layers(root)
     paths: set[str] = set()
 
-    def unique(path: str) -> str:
+    def make_unique(path: str) -> str:
         parent, _, name = path.rpartition("/")
         number = 1
         while path in paths:
@@ -96,7 +96,7 @@ def walk(
             if id(child) in seen:
                 continue
             seen.add(id(child))
-            path = unique(f"{prefix}{child.name}")
+            path = make_unique(f"{prefix}{child.name}")
             reason = parent.reason_inside
             if reason is None and id(child) in ambiguous:
                 reason = "used in a TimeDistributed and elsewhere"
@@ -104,11 +104,11 @@ def walk(
             yield from visit(node, f"{path}/")
             yield node
 
-    top = Node(root, "", None)
-    nodes = list(visit(top, ""))
+    root_node = Node(root, "", None)
+    nodes = list(visit(root_node, ""))
     skipped = matching("skip_layers", skip_layers, nodes, root.name)
     included = matching("only_layers", only_layers or (), nodes, root.name)
-    for node in (*nodes, top):
+    for node in (*nodes, root_node):
         excluded = only_layers is not None and id(node.layer) not in included
         if excluded or id(node.layer) in skipped:
             node.reason = SKIPPED
@@ -133,7 +133,7 @@ def matching(
     unused: list[LayerRule] = []
     for rule in rules:
         matched = [x.layer for x in nodes if matches(rule, x.layer, x.path)]
-        # A sublayer may have been reached through another container.
+        # Include sublayers that `walk` reached through another container.
         result.update(id(x) for layer in matched for x in all_layers(layer))
         if not matched:
             unused.append(rule)
@@ -149,8 +149,8 @@ def distributor(
     layer: keras.layers.Layer,
 ) -> keras.layers.TimeDistributed | None:
     """Return the layer if it is a `TimeDistributed`, else None."""
-    known = keras.layers.TimeDistributed
-    if isinstance(layer, known) and type(layer).call is known.call:
+    wrapper = keras.layers.TimeDistributed
+    if isinstance(layer, wrapper) and type(layer).call is wrapper.call:
         return layer
     return None
 
@@ -161,13 +161,13 @@ def ambiguous_layers(root: keras.layers.Layer) -> set[int]:
     Taps would record the calls of only one of these containers.
     """
     layers = all_layers(root)
-    inside = {id(outer.layer) for outer in filter(distributor, layers)}
-    if not inside:
-        return inside
+    wrapped = {id(outer.layer) for outer in filter(distributor, layers)}
+    if not wrapped:
+        return wrapped
     num_containers = collections.Counter(
         id(child) for layer in layers for child in children(layer)
     )
-    return {key for key in inside if num_containers[key] > 1}
+    return {key for key in wrapped if num_containers[key] > 1}
 
 
 def matches(rule: LayerRule, layer: keras.layers.Layer, path: str) -> bool:
@@ -183,7 +183,7 @@ def unbuilt(model: keras.Model) -> list[keras.layers.Layer]:
 
 
 def detach(model: keras.Model, owner: object | None) -> None:
-    """Remove the taps of an owner (None: of collected owners) from a model."""
+    """Remove an owner's taps from a model; None for deleted owners."""
     for node in walk(model):
         forget_first_call(node.layer)
         release_moments(node.layer)
@@ -204,12 +204,12 @@ def needs_loop(model: keras.Model) -> bool:
     recurrent = [x for x in layers if isinstance(x, keras.layers.RNN)]
     if not recurrent:
         return False
-    masks = any(
+    has_mask = any(
         getattr(layer, "mask_zero", False)
         or isinstance(layer, keras.layers.Masking)
         for layer in layers
     )
-    first = {id(v) for v in recurrent[0].trainable_variables}
-    before = layers[: layers.index(recurrent[-1])]
-    others = [v for x in before for v in x.trainable_variables]
-    return masks or any(id(v) not in first for v in others)
+    first_weights = {id(v) for v in recurrent[0].trainable_variables}
+    earlier_layers = layers[: layers.index(recurrent[-1])]
+    earlier_weights = [v for x in earlier_layers for v in x.trainable_variables]
+    return has_mask or any(id(v) not in first_weights for v in earlier_weights)

@@ -47,16 +47,16 @@ def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     and `_seed2` of a shuffle or of a choice among several datasets. For a
     shuffle inside a function only the global seed is known.
     """
-    datasets = list(_with_inputs(dataset))
+    datasets = list(_upstream_datasets(dataset))
     seeds = [(d._seed, d._seed2) for d in datasets if hasattr(d, "_seed2")]
     for graph in _graphs(datasets):
         if graph.seed and any(
-            op.startswith("ShuffleDataset") for op in _operations(graph)
+            op.startswith("ShuffleDataset") for op in _operation_types(graph)
         ):
             seeds.append((graph.seed, 0))
     policy = dataset.options().experimental_distribute.auto_shard_policy
     by_file = any(
-        reader in name for name in _names(datasets) for reader in _READERS
+        reader in name for name in _type_names(datasets) for reader in _READERS
     )
     if policy != Policy.DATA and (policy != Policy.AUTO or by_file):
         return []
@@ -71,7 +71,7 @@ def copy_generated(dataset: tf.data.Dataset) -> tf.data.Dataset:
     into the user's array. This relies on the operation "GeneratorDataset" of
     `tf.data.Dataset.from_generator`.
     """
-    names = _names(list(_with_inputs(dataset)))
+    names = _type_names(list(_upstream_datasets(dataset)))
     if "GeneratorDataset" not in names:
         return dataset
     is_tuple = type(dataset.element_spec) is tuple  # `map` unpacks tuples
@@ -83,16 +83,16 @@ def copy_generated(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _copy(component: Any) -> Any:
-    """Copy a tensor of numbers; other types never share memory of the user."""
+    """Copy a tensor; composite tensors and variants stay as they are."""
     if isinstance(component, tf.Tensor) and component.dtype.is_numpy_compatible:
         return tf.raw_ops.DeepCopy(x=component)
     return component
 
 
-def _with_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+def _upstream_datasets(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     yield dataset
     for source in dataset._inputs():
-        yield from _with_inputs(source)
+        yield from _upstream_datasets(source)
 
 
 def _graphs(datasets: Iterable[tf.data.Dataset]) -> Iterator[tf.Graph]:
@@ -102,17 +102,17 @@ def _graphs(datasets: Iterable[tf.data.Dataset]) -> Iterator[tf.Graph]:
             yield function.function.graph
 
 
-def _operations(graph: tf.Graph) -> list[str]:
+def _operation_types(graph: tf.Graph) -> list[str]:
     """Return the types of all operations, including nested functions."""
     content = graph.as_graph_def()
     bodies = [function.node_def for function in content.library.function]
     return [node.op for body in (content.node, *bodies) for node in body]
 
 
-def _names(datasets: Sequence[tf.data.Dataset]) -> set[str]:
+def _type_names(datasets: Sequence[tf.data.Dataset]) -> set[str]:
     """Return the classes of datasets and the operations of their functions."""
     names = {type(dataset).__name__ for dataset in datasets}
-    return names.union(*map(_operations, _graphs(datasets)))
+    return names.union(*map(_operation_types, _graphs(datasets)))
 
 
 @contextlib.contextmanager
@@ -139,7 +139,7 @@ def reshuffle_arrays(seed: int) -> Iterator[None]:
                 lambda: np.int64(iterators[id(adapter)]), [], tf.int64
             )
             number.set_shape(())
-            # With `shuffle="batch"` the first index distinguishes batches.
+            # `indices[0]` gives each batch its seed, for `shuffle="batch"`.
             return tf.random.experimental.stateless_shuffle(
                 indices, [seed + number, indices[0]]
             )

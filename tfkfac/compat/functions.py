@@ -146,7 +146,7 @@ def shared_call(
     traces = _graph_attribute(graphs[-1], _SHARED, dict)
     nests = [_to_nest(arg) for arg in args]
     leaves = tf.nest.flatten(nests)
-    specs = [_LeafSpec.of(leaf, any_size) for leaf in leaves]
+    specs = [_LeafSpec.from_leaf(leaf, any_size) for leaf in leaves]
     constants = [arg for arg in args if _is_constant(arg)]
     full_key = key, *constants, *specs
     if full_key not in traces:
@@ -169,7 +169,7 @@ def shared_call(
 
 
 def _on_one_device() -> bool:
-    """True if there is a single device and XLA does not compile this trace."""
+    """True if there is one device and the trace is not compiled by XLA."""
     return len(tf.config.list_logical_devices()) == 1 and not in_xla()
 
 
@@ -233,8 +233,8 @@ class _LeafSpec(NamedTuple):
     shape: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, leaf: Any, any_size: bool) -> Self:
-        """The spec of a leaf; sizes are None if `any_size`."""
+    def from_leaf(cls, leaf: Any, any_size: bool) -> Self:
+        """Return the spec of a leaf; sizes are None if `any_size`."""
         sizes = [None] * leaf.shape.rank if any_size else leaf.shape.as_list()
         return cls(isinstance(leaf, tf.Variable), leaf.dtype, tuple(sizes))
 
@@ -299,7 +299,7 @@ def _unoptimized_calls() -> Iterator[None]:
 
 
 def _unoptimized_config() -> tf.compat.v1.ConfigProto:
-    """Config of a call whose function is not optimised."""
+    """Config that disables graph optimisation of a called function."""
     config = tf.compat.v1.ConfigProto()
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     return config
@@ -336,7 +336,7 @@ def when(predicate: tf.Tensor, do: Callable[[], object]) -> list[tf.Operation]:
     def body() -> None:
         do()
 
-    # Profiles and graphs show this name.
+    # Name the function after `do`, for profiles and graphs.
     body.__name__ = getattr(do, "__name__", "branch").strip("<>")
     function = not_inlined(body).get_concrete_function()
     name = function.name.decode()

@@ -19,8 +19,8 @@ except ImportError:  # from Keras 3.16 on
     from keras.src.backend.tensorflow.ops import nn as keras_nn
 
 T = TypeVar("T")
-Sum = Callable[[tf.Tensor], tf.Tensor]
 Moments = tuple[tf.Tensor, tf.Tensor]  # mean and variance
+Sum = Callable[[tf.Tensor], tf.Tensor]
 # Operations whose outputs share the memory of their inputs.
 _VIEWS = ("Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient")
 
@@ -88,14 +88,14 @@ def repeat(
 
     def loop(state: T, first: tf.Tensor, end: tf.Tensor) -> T:
         # Iterations are sequential, because collectives need a fixed order.
-        _, last = tf.while_loop(
+        _, final_state = tf.while_loop(
             lambda index, _: index < end,
             lambda index, state: (index + 1, body(index, state)),
             [first, state],
             parallel_iterations=1,
             name="repeat",
         )
-        return last
+        return final_state
 
     bounds = (tf.cast(i, tf.int32) for i in (first, end))
     return not_inlined(loop)(state, *bounds)
@@ -121,7 +121,7 @@ def map_rows(
 def in_current_graph(
     tensor: tf.Tensor | tf.IndexedSlices,
 ) -> tf.Tensor | tf.IndexedSlices:
-    """Return the tensor, or an identity if it is of an outer graph."""
+    """Return a tensor, or its identity if the tensor is of an outer graph."""
     if tf.executing_eagerly():
         return tensor
     if tensor.graph is tf.compat.v1.get_default_graph():
@@ -233,7 +233,7 @@ def replica_copy(variable: Any) -> tf.Variable:
 
 
 def new_rows(count: int, length: int, dtype: tf.DType) -> tf.Tensor:
-    """Return zeros of shape `(count, length)` for `set_row`."""
+    """Return a zero matrix that `set_row` may overwrite in place."""
     if in_xla():
         return tf.zeros([count, length], dtype)
     # `tf.zeros` may be folded to a constant, which must not be overwritten.
@@ -241,7 +241,7 @@ def new_rows(count: int, length: int, dtype: tf.DType) -> tf.Tensor:
 
 
 def copied_rows(matrix: tf.Tensor) -> tf.Tensor:
-    """Return a copy for `set_row` of a matrix that must stay unchanged."""
+    """Return a copy of a matrix that `set_row` may overwrite in place."""
     return matrix if in_xla() else tf.raw_ops.DeepCopy(x=matrix)
 
 
@@ -260,8 +260,8 @@ def set_row(matrix: tf.Tensor, index: tf.Tensor, row: tf.Tensor) -> tf.Tensor:
     return tf.raw_ops.InplaceUpdate(x=matrix, i=[index], v=row[None])
 
 
-# The methods of both classes must be overridden: a decorator of the first class
-# makes copies of the methods of the second.
+# Override the methods that write in both classes: a decorator of the subclass
+# `ResourceVariable` copies the methods of `BaseResourceVariable`.
 _VARIABLES = (
     resource_variable_ops.ResourceVariable,
     resource_variable_ops.BaseResourceVariable,
@@ -314,24 +314,24 @@ def written_variables() -> Iterator[list[tf.Tensor]]:
 
 
 def _outermost(handle: tf.Tensor) -> tf.Tensor:
-    """Return the handle outside of all functions that captured it.
+    """Return the original of a handle that nested functions captured.
 
     Otherwise two placeholders of a variable would count as two variables. This
     relies on `captures` of a function's graph.
     """
     while not isinstance(handle, ops.EagerTensor):
         captures = getattr(handle.graph, "captures", ())
-        outside = [outer for outer, inner in captures if inner is handle]
-        if not outside:
+        outer_handles = [outer for outer, inner in captures if inner is handle]
+        if not outer_handles:
             break
-        (handle,) = outside
+        (handle,) = outer_handles
     return handle
 
 
 def _append_variable(handles: list[tf.Tensor], handle: tf.Tensor) -> None:
-    """Append a new handle if it belongs to a variable."""
-    known = any(handle is other for other in handles)
-    if not known and _variable_dtype(handle) is not None:
+    """Append a handle of a variable that is not listed yet."""
+    is_listed = any(handle is listed for listed in handles)
+    if not is_listed and _variable_dtype(handle) is not None:
         handles.append(handle)
 
 
@@ -386,7 +386,7 @@ def with_gradient(
     `record`, which `tf.custom_gradient` calls as well.
     """
     with record.stop_recording():
-        # A tape needs a result that is not the argument itself.
+        # Add an identity: a tape needs a result other than the argument.
         result = tf.identity(function(tensor))
     record.record_operation(
         "with_gradient", [result], [tensor], lambda g: [gradient(g)]
@@ -417,10 +417,10 @@ def exact_second_derivatives(total: Sum) -> Iterator[None]:
             tf.reduce_sum(value, axes, keepdims=keepdims)
             for value in (tf.ones_like(x), x, tf.square(x))
         ]
-        count, first, second = tf.unstack(total(tf.stack(sums)))
-        mean = tf.math.divide_no_nan(first, count)
-        square = tf.math.divide_no_nan(second, count)
-        return mean, tf.maximum(square - tf.square(mean), 0)
+        count, sum_x, sum_xx = tf.unstack(total(tf.stack(sums)))
+        mean = tf.math.divide_no_nan(sum_x, count)
+        mean_square = tf.math.divide_no_nan(sum_xx, count)
+        return mean, tf.maximum(mean_square - tf.square(mean), 0)
 
     with (
         overridden(tf.nn, "moments", _plain_moments),
@@ -437,7 +437,7 @@ def _plain_moments(
     keepdims: bool = False,
     name: str | None = None,
 ) -> Moments:
-    """Mean and variance by their definitions; arguments as `tf.nn.moments`."""
+    """Mean and variance in two passes; arguments as `tf.nn.moments`."""
     wide = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
     mean = tf.reduce_mean(wide, axes, keepdims=True)
     variance = tf.reduce_mean(tf.square(wide - mean), axes, keepdims=keepdims)

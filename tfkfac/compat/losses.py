@@ -15,7 +15,7 @@ from tfkfac.compat.overrides import overridden
 
 
 def logits_of(output: Any) -> tf.Tensor | None:
-    """Return the logits behind probabilities, or None.
+    """Return the logits from which Keras computed probabilities, or None.
 
     This relies on `_keras_logits`, an attribute that Keras' softmax and
     sigmoid set on their results. Keras' losses use these logits, whatever
@@ -58,7 +58,7 @@ class Reduction:
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """Predictions in the dtype of a loss, and their logits, on a tape."""
+    """Predictions and logits of a loss call, watched by a gradient tape."""
 
     output: tf.Tensor
     logits: tf.Tensor | None
@@ -101,7 +101,7 @@ def observed_losses(
     differentiated: Callable[[keras.losses.Loss], bool] = lambda _: False,
     check: Callable[[keras.losses.Loss, Any, Any], None] = lambda *_: None,
 ) -> Iterator[list[LossCall]]:
-    """Record the loss calls that this thread makes inside, in order.
+    """Record the loss calls of this thread in this context, in order.
 
     A loss that is called by another loss is not recorded. This relies on
     `Loss.__call__` casting the predictions to the `dtype` of the loss, and
@@ -133,8 +133,8 @@ def observed_losses(
         leaves, predictions = None, y_pred
         try:
             with contextlib.ExitStack() as stack:
-                floats = tf.is_tensor(y_pred) and y_pred.dtype.is_floating
-                if floats and differentiated(loss):
+                is_float = tf.is_tensor(y_pred) and y_pred.dtype.is_floating
+                if is_float and differentiated(loss):
                     tape = tf.GradientTape(watch_accessed_variables=False)
                     stack.enter_context(tape)
                     leaves = _watched(y_pred, tf.as_dtype(loss.dtype), tape)
@@ -180,7 +180,7 @@ def _watched(
 ) -> Leaves:
     """Watch predictions, cast to the dtype of a loss, on a tape."""
     if y_pred.dtype != dtype:
-        # Keras casts the predictions, which drops the logits.
+        # Cast like Keras, whose cast drops the logits.
         y_pred = in_place_of(y_pred, tf.cast(y_pred, dtype), None)
     logits = logits_of(y_pred)
     tape.watch([y_pred] if logits is None else [y_pred, logits])

@@ -93,7 +93,7 @@ def pass_mask(source: Any, target: tf.Tensor) -> None:
 
 @contextlib.contextmanager
 def kept_losses(model: keras.Model) -> Iterator[None]:
-    """Restore, on exit, the losses that layers have added in their last call.
+    """Restore on exit the losses that layers added in their last call.
 
     This relies on the attributes `_losses` of a layer, and `_loss_ids`, which
     identify its losses in a stateless scope.
@@ -109,8 +109,8 @@ def kept_losses(model: keras.Model) -> Iterator[None]:
             layer._loss_ids.update(identities)
 
 
-def losing_layers(model: keras.Model, scope: keras.StatelessScope) -> list[str]:
-    """Return names of the layers that have added a loss in a stateless scope.
+def loss_layers(model: keras.Model, scope: keras.StatelessScope) -> list[str]:
+    """Return names of layers that have added a loss in a stateless scope.
 
     This relies on `_loss_ids`, which identify the losses of a layer among the
     losses of the scope.
@@ -128,7 +128,7 @@ def compiled_loss(model: keras.Model) -> Any:
 
 
 def has_free_batch_axis(model: keras.Model) -> bool:
-    """True if inputs and outputs of a functional model have any batch size.
+    """True if a functional model accepts and returns any batch size.
 
     False for other models.
     """
@@ -204,10 +204,10 @@ def after_compile(action: Callable[[keras.Model], None]) -> Override:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        first, rest = [named_optimizer(x) for x in args[:1]], args[1:]
+        optimizer, others = [named_optimizer(x) for x in args[:1]], args[1:]
         if "optimizer" in kwargs:
             kwargs["optimizer"] = named_optimizer(kwargs["optimizer"])
-        below(model, *first, *rest, **kwargs)
+        below(model, *optimizer, *others, **kwargs)
         action(model)
 
     owner = next(c for c in keras.Model.__mro__ if "compile" in vars(c))
@@ -322,9 +322,9 @@ def skip_batches(model: keras.Model, count: int) -> Callable[[], None]:
     return restore
 
 
-# `.keras` and `.weights.h5` files call `save_own_variables` of an optimizer,
-# so it can save more than its variables. The legacy format `.h5` and state
-# trees do not: the rest of this file adds the curvature to them.
+# The rest of this file adds the curvature to legacy `.h5` files and to state
+# trees, which contain only variables. For `.keras` and `.weights.h5` files, an
+# optimizer can save more than its variables in `save_own_variables`.
 @dataclasses.dataclass(frozen=True)
 class NamedArray:
     """An array with a path, saved like a variable in a legacy `.h5` file."""

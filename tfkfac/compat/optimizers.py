@@ -69,7 +69,7 @@ def named_optimizer(identifier: Any) -> Any:
     return identifier
 
 
-def parts_of_multi_optimizer(optimizer: Any) -> Sequence[Any] | None:
+def members_of_multi_optimizer(optimizer: Any) -> Sequence[Any] | None:
     """Return the optimizers in a `MultiOptimizer` (Keras 3.15), else None."""
     multi_class = getattr(keras.optimizers, "MultiOptimizer", None)
     is_multi = multi_class is not None and isinstance(optimizer, multi_class)
@@ -79,7 +79,7 @@ def parts_of_multi_optimizer(optimizer: Any) -> Sequence[Any] | None:
 def variable_key(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> Hashable:
-    """Return a key of a variable that is equal on all replicas.
+    """Return the key of a variable, equal on all replicas.
 
     This relies on `_var_key`, which gives a Keras variable, its mirrored
     variable, and a replica's copy of the mirrored variable the same key.
@@ -94,9 +94,9 @@ def updates_by_step(optimizer: keras.optimizers.Optimizer) -> bool:
     product. This relies on other optimizers with additional work overriding
     `_backend_update_step`.
     """
-    known = (keras.optimizers.Optimizer, keras.optimizers.Nadam)
+    classes = (keras.optimizers.Optimizer, keras.optimizers.Nadam)
     method = type(optimizer)._backend_update_step
-    return method in [known_class._backend_update_step for known_class in known]
+    return method in [c._backend_update_step for c in classes]
 
 
 def knows_variable(
@@ -107,8 +107,8 @@ def knows_variable(
     This relies on the keys of `_trainable_variables_indices` being results of
     `_var_key`.
     """
-    known = optimizer._trainable_variables_indices
-    return variable_key(optimizer, variable) in known
+    keys = optimizer._trainable_variables_indices
+    return variable_key(optimizer, variable) in keys
 
 
 def trainable_variables(
@@ -217,8 +217,8 @@ def build_once(
     scaler.build(variables)
 
 
-# Dtypes with TensorFlow kernels of SGD on CPUs and on all GPUs.
-_DTYPES = (tf.float32, tf.float64)
+# Dtypes for which TensorFlow has SGD kernels on CPUs and on all GPUs.
+_SGD_DTYPES = (tf.float32, tf.float64)
 
 
 @contextlib.contextmanager
@@ -357,7 +357,7 @@ def update_variable(
     momentum in `momentums` at `_get_variable_index`.
     """
     copy = replica_copy(variable.value)
-    is_sgd = type(inner) is keras.optimizers.SGD and copy.dtype in _DTYPES
+    is_sgd = type(inner) is keras.optimizers.SGD and copy.dtype in _SGD_DTYPES
     if not is_sgd or not isinstance(gradient, tf.Tensor):
         inner.update_step(gradient, variable, learning_rate)
         return

@@ -30,8 +30,8 @@ _STACK = "_tfkfac_overrides"
 _MOMENTS = "_moments"
 _MOMENTS_TAP = "_tfkfac_moments_tap"
 _MISSING = object()
-# Replicas are threads that can switch during a call, and a user may train two
-# models that share a layer in two threads.
+# Guards all overrides: replicas are threads that can switch during a call, and
+# two threads may train models that share a layer.
 _lock = threading.RLock()
 
 
@@ -49,7 +49,7 @@ class Override:
 
 
 class _Stack:
-    """The overrides of one attribute of one object; the last is outermost."""
+    """Overrides of an attribute of an object; the last is called first."""
 
     def __init__(self, instance: Any, name: str) -> None:
         self._instance = instance
@@ -58,7 +58,7 @@ class _Stack:
         self._original = getattr(instance, name)
         self._overrides: tuple[Override, ...] = ()
         self._function = self._dispatcher()
-        _set(instance, name, self._function)
+        _set_untracked(instance, name, self._function)
 
     @classmethod
     def add(
@@ -68,7 +68,7 @@ class _Stack:
         with _lock:
             function = vars(instance).get(name)
             stack = getattr(function, _STACK, None)
-            # `functools.wraps` in user code may have copied `_STACK`.
+            # Ignore a `_STACK` that `functools.wraps` in user code has copied.
             if not isinstance(stack, cls) or stack._function is not function:
                 stack = cls(instance, name)
             override = Override(stack, wrapper, thread)
@@ -80,15 +80,15 @@ class _Stack:
         with _lock:
             before = self._overrides
             self._overrides = tuple(x for x in before if x is not override)
-            # User code may have replaced the dispatcher and still call it.
-            # The dispatcher then stays and calls the original function.
+            # Keep a dispatcher that user code has replaced and may still call;
+            # without overrides it calls the original function.
             is_current = vars(self._instance).get(self._name) is self._function
             if self._overrides or not before or not is_current:
                 return
             if self._before is _MISSING:
                 object.__delattr__(self._instance, self._name)
             else:
-                _set(self._instance, self._name, self._before)
+                _set_untracked(self._instance, self._name, self._before)
 
     def _dispatcher(self) -> Callable[..., Any]:
         original = self._original
@@ -108,7 +108,7 @@ class _Stack:
         return dispatch
 
 
-def _set(instance: Any, name: str, value: Any) -> None:
+def _set_untracked(instance: Any, name: str, value: Any) -> None:
     """Set an attribute of an object or class without its `__setattr__`."""
     owner = type if isinstance(instance, type) else object
     owner.__setattr__(instance, name, value)

@@ -1,4 +1,4 @@
-"""Repair of strategies for Keras' `fit`, and helpers for replicas."""
+"""Repair strategies for Keras' `fit`; helpers for replicas."""
 
 import contextlib
 import ctypes
@@ -32,7 +32,7 @@ _REDUCIBLE = frozenset(
 
 
 def repair(strategy: _StrategyT) -> _StrategyT:
-    """Make `fit` of Keras 3 work under a mirrored strategy, and return it.
+    """Repair a mirrored strategy for `fit` of Keras 3, and return it.
 
     No-op for other strategies, and for a repaired strategy. The change affects
     this object only. `fit` works with an unrepaired
@@ -49,9 +49,9 @@ def repair(strategy: _StrategyT) -> _StrategyT:
             _distribute_dataset, strategy.experimental_distribute_dataset
         )
         handler = signal.getsignal(signal.SIGTERM)
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and handler is not None:
-            # TensorFlow replaced the C handler, see `keep_handler`.
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if is_main_thread and handler is not None:
+            # Install the handler again: TensorFlow has replaced it in C.
             signal.signal(signal.SIGTERM, handler)
     return strategy
 
@@ -93,7 +93,7 @@ def _reduce(
         if tf.TensorShape(getattr(local[0], "shape", ())).rank == 0:
             return original(reduce_op, leaf, axis=None)
         needs_mean = axis is None and _is_mean(reduce_op)
-        # A graph cannot branch on the shapes of other workers.
+        # Eager only: a graph cannot branch on the shapes of other workers.
         if needs_mean and tf.executing_eagerly():
             sparse = isinstance(local[0], (tf.SparseTensor, tf.RaggedTensor))
             if sparse or local[0].dtype not in _REDUCIBLE:
@@ -138,17 +138,16 @@ def _have_equal_shapes(
         return original("SUM", by_replica, axis=None)
 
     shapes = [tf.shape(value, out_type=tf.int64) for value in local]
-    common = total(shapes) / strategy.num_replicas_in_sync
+    mean = total(shapes) / strategy.num_replicas_in_sync
     differ = [
-        tf.reduce_any(tf.cast(shape, common.dtype) != common)
-        for shape in shapes
+        tf.reduce_any(tf.cast(shape, mean.dtype) != mean) for shape in shapes
     ]
     return int(total([tf.cast(d, tf.int32) for d in differ])) == 0
 
 
 @contextlib.contextmanager
 def summing_replicas(total: Sum) -> Iterator[None]:
-    """Replace `ReplicaContext.all_reduce` in this thread.
+    """Replace `ReplicaContext.all_reduce` by `total` in this thread.
 
     The original is illegal inside a `tf.cond`. `total` computes the sum of a
     tensor over the replicas. This relies on the gradient of `all_reduce`
@@ -208,7 +207,7 @@ def keep_handler(number: int) -> Iterator[None]:
 
 
 def store_text(key: str, text: str) -> None:
-    """Store a text under a key for all processes; the first text stays.
+    """Share a text with all processes under a key; keep an earlier text.
 
     No-op if the first worker, which runs the service, is gone. This relies on
     the key-value store of TensorFlow's coordination service, which every
@@ -268,10 +267,10 @@ def order_by_replica(devices: Sequence[str | None]) -> None:
 
 @functools.cache
 def _register() -> None:
-    auto_control_deps.register_acd_resource_resolver(_order)
+    auto_control_deps.register_acd_resource_resolver(_order_operation)
 
 
-def _order(operation: tf.Operation, reads: Any, writes: Any) -> bool:
+def _order_operation(operation: tf.Operation, reads: Any, writes: Any) -> bool:
     """Order a stateful operation after those of the same replica only.
 
     Return True if `writes`, the tensors whose users TensorFlow orders, has
@@ -287,7 +286,7 @@ def _order(operation: tf.Operation, reads: Any, writes: Any) -> bool:
     chain = scope_chain if in_scope else by_device.get(operation.device)
     if chain is None or chain in writes:
         return False
-    # Only variable handles carry shape data.
+    # Handles with shape data are variables; all others are tables.
     data = handle_data_util.get_resource_handle_data
     tables = [t for t in writes if in_scope and not data(t).is_set]
     has_no_resource = not reads and not writes

@@ -20,7 +20,7 @@ from tfkfac.capture.model_taps import (
 from tfkfac.capture.walk import walk
 from tfkfac.compat.graphs import kept_variables
 from tfkfac.compat.losses import observed_losses
-from tfkfac.compat.models import call_takes_training, kept_losses, losing_layers
+from tfkfac.compat.models import call_takes_training, kept_losses, loss_layers
 from tfkfac.loss.shares import LossMeasure, weigh
 from tfkfac.loss.terms import (
     LossTerms,
@@ -192,9 +192,9 @@ def changed_layers(
     """Return names of layers that a call updates, and of layers with losses."""
     with stateless(model) as scope:
         model(*call.args, **call.kwargs)
-        layers_with_losses = losing_layers(model, scope)
+        layers_with_losses = loss_layers(model, scope)
     updated_layers = []
-    for node in walk(model):  # inner layers before outer layers
+    for node in walk(model):  # inner layers come before outer layers
         states = node.layer.non_trainable_variables
         if any(scope.get_current_value(v) is not None for v in states):
             updated_layers.append(node.layer.name)

@@ -1,1 +1,1 @@
-"""Optimizer state in files."""
+"""Save optimizer state to files, and load it."""

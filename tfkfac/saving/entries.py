@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-# Path separators make groups in an HDF5 file.
+# `_SLASH` replaces "/" in keys: HDF5 would create a group at each "/".
 _SLASH, _FIELD = "|", ":"
-STATE = "state"  # section that every file has; all other sections are optional
-# Section of the entry that marks a file with the state of a single worker. The
-# name of the entry is the worker.
+# Section that every file has. All other sections are optional.
+STATE = "state"
+# Section that marks a file of one worker's state; its entry names the worker.
 SHARE = "share"
 # Reads another entry of the same layer, by name.
 Read = Callable[[str], np.ndarray]
-# Version of all files of this package, including backups. Increase it with each
+# Format version of all files, including backups. Increase the version with each
 # change of the format.
 FORMAT = 1
-FORMAT_SECTION = "format"  # section of the entry that contains the version
+FORMAT_SECTION = "format"  # section of the entry with the version
 
 
 class Spread(enum.Enum):
@@ -41,7 +41,7 @@ class Spread(enum.Enum):
 
 
 class Region(NamedTuple):
-    """Slice of an array that a replica has: shape of the array, start indices.
+    """Slice of an array on a replica: shape of the array, and first indices.
 
     The slice is zero-padded beyond the end of the array.
     """
@@ -52,25 +52,25 @@ class Region(NamedTuple):
     def cut(self, whole: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Return the slice of a replica, padded to a shape."""
         local = whole[self._slices(shape)]
-        missing = np.subtract(shape, local.shape)
-        return np.pad(local, [(0, size) for size in missing])
+        padding = np.subtract(shape, local.shape)
+        return np.pad(local, [(0, size) for size in padding])
 
     def put(self, whole: np.ndarray, local: np.ndarray) -> None:
         """Write a replica's slice into the full array, without the padding."""
-        place = self._slices(local.shape)
-        whole[place] = local[tuple(slice(s.stop - s.start) for s in place)]
+        slices = self._slices(local.shape)
+        whole[slices] = local[tuple(slice(s.stop - s.start) for s in slices)]
 
     def _slices(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
         axes = zip(self.start, shape, self.whole, strict=True)
         return tuple(
-            slice(min(start, most), min(start + size, most))
-            for start, size, most in axes
+            slice(min(start, length), min(start + size, length))
+            for start, size, length in axes
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A variable to save.
+    """Variable to save, with its name and layout in a file.
 
     Attributes:
         layer: Path of the layer, empty for state of the whole model.
@@ -79,7 +79,7 @@ class Entry:
         spread: Spread of the value over the replicas.
         section: Section of the file. A file contains all entries of a section
             or none.
-        region: Slice that the variable is of the saved array; None if it is
+        region: Slice of the saved array that the variable holds; None for
             the whole array.
         least: Smallest valid number. None means 0 for integers and no limit
             for floats.
@@ -101,7 +101,7 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """Name in a file."""
+        """Name of the entry in a file."""
         path = self.layer.replace("/", _SLASH)
         return _FIELD.join([self.section, self.name, path])
 
@@ -122,9 +122,9 @@ class Entry:
     ) -> np.ndarray:
         """Return the value of a replica, given the array of a file.
 
-        The array has the shape `shape`, or is stacked by replica. If a file is
-        of another number of replicas, terms of a sum are added, and of other
-        numbers each replica gets the largest.
+        The array has the shape `shape`, or is stacked by replica. If the
+        file is of another number of replicas, terms of a sum are added; for
+        other values each replica gets the maximum.
         """
         is_sum = self.spread is Spread.PARTIAL
         if value.ndim <= len(self.shape):
@@ -184,7 +184,7 @@ class Piece(NamedTuple):
     region: Region | None
 
     @classmethod
-    def of(cls, entry: Entry) -> "Piece":
+    def from_entry(cls, entry: Entry) -> "Piece":
         """Return the piece of an entry on this replica."""
         shape = tuple(entry.variable.shape)
         dtype = tf.as_dtype(entry.variable.dtype).name

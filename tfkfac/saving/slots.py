@@ -1,4 +1,4 @@
-"""Declaration of state tensors: variables, entries, initial values, bytes."""
+"""Declare state tensors: variables, saved entries, initial values."""
 
 import contextlib
 import contextvars
@@ -50,8 +50,8 @@ class Slots(Tracked):
             variable = state_variable(initial, dtype, name)
         declared.initial_values.append((variable, value))
         if saved and self._saved:
-            given = {"layer": "", **declared.common, **fields}
-            entry = Entry(name=name, variable=variable, **given)
+            fields = {"layer": "", **declared.common, **fields}
+            entry = Entry(name=name, variable=variable, **fields)
             declared.entries.append(entry)
         return variable
 
@@ -94,7 +94,7 @@ class _Declared:
 
 @contextlib.contextmanager
 def planned() -> Iterator[None]:
-    """Context in which new states create no variables but count their bytes."""
+    """Context in which `slot` counts bytes and creates no variables."""
     token = _planned.set(True)
     try:
         yield

@@ -28,7 +28,7 @@ from tfkfac.saving.entries import (
 )
 
 _FORMAT_KEY = f"{FORMAT_SECTION}:version:"
-_FORM = re.compile(r"[^:]+:[^:]+:.*", re.DOTALL)
+_KEY = re.compile(r"[^:]+:[^:]+:.*", re.DOTALL)
 # Groups: a name, and the number that Keras appends to an automatic name.
 _NAME = re.compile(r"(.*?)(?:_(\d+))?", re.DOTALL)
 # Entries by (layer path, section), then by name.
@@ -43,8 +43,8 @@ def save_state(
     """Write the state entries of the local replicas to a Keras store."""
     write_format(store)
     pieces: Pieces = {
-        rank: {entry.key: Piece.of(entry) for entry in of_rank}
-        for rank, of_rank in entries.items()
+        rank: {entry.key: Piece.from_entry(entry) for entry in local}
+        for rank, local in entries.items()
     }
     variables = {
         (rank, entry.key): entry.variable
@@ -81,19 +81,19 @@ def check_format(store: Mapping[str, Any], optimizer: str) -> None:
 
 
 def is_foreign(store: Mapping[str, Any]) -> bool:
-    """Return True if `save_state` cannot have written the keys of a store."""
-    return not all(_FORM.fullmatch(key) for key in store.keys())  # noqa: SIM118
+    """Return True if another library has written the keys of a store."""
+    return not all(_KEY.fullmatch(key) for key in store.keys())  # noqa: SIM118
 
 
-def share_key(process: int, processes: int) -> str:
+def worker_key(process: int, processes: int) -> str:
     """Return the key that marks a store with the state of one process."""
     return f"{SHARE}:{process} of {processes}:"
 
 
-def find_share(store: Mapping[str, Any]) -> str | None:
-    """Return the `share_key` of a store; None for the whole state."""
-    marks = [key for key in store.keys() if split_key(key)[1] == SHARE]  # noqa: SIM118
-    return marks[0] if marks else None
+def find_worker(store: Mapping[str, Any]) -> str | None:
+    """Return the `worker_key` in a store; None if the store has all state."""
+    keys = [key for key in store.keys() if split_key(key)[1] == SHARE]  # noqa: SIM118
+    return keys[0] if keys else None
 
 
 class Saved:
@@ -148,18 +148,18 @@ class Saved:
         Raises:
             EntryError: If the file has no array or an invalid one.
         """
-        named = self._keys.get((self._paths[entry.layer], entry.section), {})
+        keys = self._keys.get((self._paths[entry.layer], entry.section), {})
 
         def read(name: str) -> np.ndarray:
-            if name not in named:
+            if name not in keys:
                 raise EntryError("is not in the file")
-            # A state tree may have a Python number for a scalar.
+            # Convert to an array: a state tree may contain Python numbers.
             try:
-                return np.asarray(self._store[named[name]])
+                return np.asarray(self._store[keys[name]])
             except ValueError as error:
                 raise EntryError(f"is no array: {error}") from error
 
-        if entry.name not in named and entry.derive is not None:
+        if entry.name not in keys and entry.derive is not None:
             return np.asarray(entry.derive(read))
         value = read(entry.name)
         if not entry.fits(value.shape):
@@ -173,7 +173,7 @@ class Saved:
 
 
 class EntryError(ValueError):
-    """The file has no valid array for an entry; the message is the reason."""
+    """Raised if a file has no valid array for an entry."""
 
 
 def load_state(

@@ -45,7 +45,7 @@ class RunPlan(Slots):
         self.epochs.assign(epochs)
 
     def is_at(self, update: int, epoch: int, epochs: int) -> bool:
-        """True if the run is unfinished and at most one epoch from `epoch`."""
+        """True if the run is unfinished and within one epoch of `epoch`."""
         first = int(self.first_epoch.numpy())
         if int(self.epochs.numpy()) != epochs or not self.end:
             return False
@@ -54,7 +54,7 @@ class RunPlan(Slots):
         return num_left > 0 and abs(epochs_left - (epochs - epoch)) <= 1
 
     def move_end(self, update: int, num_left: int) -> None:
-        """End the run in `num_left` updates; the rate at `update` stays."""
+        """End the run after `num_left` more updates; keep the current rate."""
         assert self.end is not None
         fraction = (self.end - update) / int(self.length.numpy())
         length = round(num_left / fraction)
@@ -73,7 +73,7 @@ class RunPlan(Slots):
         return int(self.start.numpy()) + length if length else None
 
     def count_updates(self, update: tf.Tensor) -> tf.Tensor:
-        """Return the number of updates of the run; those so far if unknown."""
+        """Return the run's length; the number of updates so far if unknown."""
         num_done = tf.cast(update, tf.int64) - self.start + 1
         is_known = self._is_used() & (self.length > 0)
         return tf.where(is_known, self.length, num_done)

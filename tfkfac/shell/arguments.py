@@ -11,7 +11,7 @@ from keras.optimizers.schedules import LearningRateSchedule
 
 from tfkfac.checks import is_count, is_finite, is_function, is_number
 from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.optimizers import parts_of_multi_optimizer, updates_by_step
+from tfkfac.compat.optimizers import members_of_multi_optimizer, updates_by_step
 
 Schedule: TypeAlias = float | LearningRateSchedule
 # Value of an argument; its type depends on the argument.
@@ -88,7 +88,7 @@ class Hyperparameter:
             self._variable = state_variable(value, dtype, self.name)
         elif isinstance(self._value, LearningRateSchedule):
             self._schedule = self._value
-            self._check_first(self._schedule)
+            self._check_first_value(self._schedule)
 
     def at(self, iteration: tf.Tensor) -> tf.Tensor:
         """Return the value at an iteration, as a scalar tensor."""
@@ -96,13 +96,13 @@ class Hyperparameter:
             return tf.convert_to_tensor(self._variable)
         if self._schedule is None:
             raise ValueError(f"Argument `{self.name}` has no value.")
-        # Schedules compute in floats; float32 is exact up to 2^24 only.
+        # Pass float64: float32 is exact only for iterations up to 2^24.
         value = to_float64(self._schedule(tf.cast(iteration, tf.float64)))
         if self._integer:
             return tf.maximum(tf.cast(value, tf.int64), 1)
         return value
 
-    def _check_first(self, schedule: LearningRateSchedule) -> None:
+    def _check_first_value(self, schedule: LearningRateSchedule) -> None:
         """Check the value of a schedule at iteration 0.
 
         For integers, values in [0, 1) become 1, so `iteration // 2` is allowed.
@@ -110,9 +110,9 @@ class Hyperparameter:
         with tf.init_scope():
             try:
                 first = to_float64(schedule(tf.constant(0, tf.float64))).numpy()
-            except Exception as error:  # from the user's code
+            except Exception as error:  # raised by user code
                 name = type(error).__name__
-                raise self._wrong_first(f"raises {name}") from error
+                raise self._first_value_error(f"raises {name}") from error
         if first.shape:
             allowed = False
         elif self._integer:
@@ -120,9 +120,9 @@ class Hyperparameter:
         else:
             allowed = self._allowed(first.item())
         if not allowed:
-            raise self._wrong_first(f"returns {first}")
+            raise self._first_value_error(f"returns {first}")
 
-    def _wrong_first(self, problem: str) -> ValueError:
+    def _first_value_error(self, problem: str) -> ValueError:
         return ValueError(
             f"Argument `{self.name}` must return {self._domain} for every "
             f"iteration. Received: {self.name}={self._value!r}, which "
@@ -146,11 +146,11 @@ class Hyperparameter:
             return value
         if self._allowed(value):
             return int(value) if self._integer else float(value)
-        others = " or None" * self._optional
+        or_none = " or None" * self._optional
         error = TypeError if is_function(value) else ValueError
         raise error(
             f"Argument `{self.name}` must be {self._domain} or a "
-            f"`keras.optimizers.schedules.LearningRateSchedule`{others}. "
+            f"`keras.optimizers.schedules.LearningRateSchedule`{or_none}. "
             f"Received: {self.name}={value!r} (of type {type(value)})"
         )
 
@@ -175,7 +175,7 @@ def interval(name: str, value: Value) -> Hyperparameter:
 
 
 def setting(name: str) -> property:
-    """Create the property of an optimizer for one of its settings.
+    """Create an optimizer property that reads a field of its settings.
 
     Only a `Hyperparameter` can be changed.
     """
@@ -197,7 +197,7 @@ def setting(name: str) -> property:
 
 
 class Settings:
-    """Base of frozen dataclasses of arguments that Keras can save."""
+    """Base class of frozen dataclasses of arguments, saved by Keras."""
 
     def _check(self, name: str, check: Callable[..., Any], *rules: Any) -> None:
         """Replace the field `name` by `check(name, value, *rules)`."""
@@ -235,13 +235,13 @@ def choose_inner(
         ValueError: If a learning rate is not allowed, or if `chosen` has
             arguments for an optimizer or a second learning rate.
     """
-    given = {name: v for name, v in chosen.items() if v is not None}
+    overrides = {name: v for name, v in chosen.items() if v is not None}
     if inner_optimizer is None:
-        rate = given.get("learning_rate", defaults["learning_rate"])
+        rate = overrides.get("learning_rate", defaults["learning_rate"])
         rate = check_rate("learning_rate", rate)
-        return default(**{**defaults, **given, "learning_rate": rate})
+        return default(**{**defaults, **overrides, "learning_rate": rate})
     has_rate = is_rate(inner_optimizer)
-    for name, value in given.items():
+    for name, value in overrides.items():
         if not has_rate or name == "learning_rate":
             raise ValueError(
                 f"Argument `{name}` must be left out with `inner_optimizer`, "
@@ -251,7 +251,7 @@ def choose_inner(
     if not has_rate:
         return inner_optimizer
     rate = check_rate("inner_optimizer", inner_optimizer)
-    return default(**{**defaults, **given, "learning_rate": rate})
+    return default(**{**defaults, **overrides, "learning_rate": rate})
 
 
 def is_rate(value: Any) -> bool:
@@ -289,25 +289,25 @@ def check_inner(
         TypeError: If it is a function.
         ValueError: If it is not an optimizer, or cannot be an inner optimizer.
     """
-    others = ", or a learning rate: a float (1.0, not 1) or a schedule"
-    others *= name == "inner_optimizer"
+    alternatives = ", or a learning rate: a float (1.0, not 1) or a schedule"
+    alternatives *= name == "inner_optimizer"
     message = (
         f"Argument `{name}` must be a Keras optimizer, its name or config"
-        f"{others}. "
+        f"{alternatives}. "
         f"Received: {name}={identifier!r} (of type {type(identifier)})"
     )
     if is_function(identifier):
         raise TypeError(message)
     try:
         inner = keras.optimizers.get(identifier)
-    except Exception as error:  # from an arbitrary config
+    except Exception as error:  # raised for a wrong config
         raise ValueError(message) from error
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise ValueError(message)
-    why = reason_not_inner(inner)
-    if why is not None:
+    reason = reason_not_inner(inner)
+    if reason is not None:
         raise ValueError(
-            f"Argument `{name}` must be a plain optimizer: {why} "
+            f"Argument `{name}` must be a plain optimizer: {reason} "
             f"Received: {name}={inner}"
         )
     rate = inner.learning_rate
@@ -347,7 +347,7 @@ def reason_not_inner(inner: keras.optimizers.Optimizer) -> str | None:
     """Return why an optimizer cannot be an inner optimizer, or None."""
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         return "put the `LossScaleOptimizer` around this one, not inside."
-    if parts_of_multi_optimizer(inner) is not None:
+    if members_of_multi_optimizer(inner) is not None:
         return (
             "a `MultiOptimizer` has no learning rate and no update of its own "
             "for this one to work with."
@@ -386,7 +386,7 @@ def restore_value(
         return keras.saving.deserialize_keras_object(value, custom_objects)
     except (TypeError, ValueError):
         raise
-    except Exception as error:  # from an arbitrary config
+    except Exception as error:  # raised for a wrong config
         raise ValueError(
             f"Argument `{name}` must be restored from the config of an object "
             f"that Keras knows. Received: {name}={value!r}"

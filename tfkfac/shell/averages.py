@@ -26,8 +26,8 @@ class AveragingOptimizer(KerasOptimizer):
         rest = self.rest_optimizer
         return [self.inner_optimizer] + ([] if rest is None else [rest])
 
-    # Keras' `SwapEMAWeights` reads `use_ema` and
-    # `_model_variables_moving_average`, also of an optimizer in a loss scaler.
+    # Keras' `SwapEMAWeights` reads the properties `use_ema` and
+    # `_model_variables_moving_average`, also inside a loss scaler.
     @property
     def use_ema(self) -> bool:
         """True if the inner or the rest optimizer averages the weights."""
@@ -46,7 +46,7 @@ class AveragingOptimizer(KerasOptimizer):
 
     @property
     def _model_variables_moving_average(self) -> list[Any]:
-        """Average of each trainable variable; None if it has none."""
+        """Average of each trainable variable; None where none exists."""
         if not (self.use_ema and self.built):
             raise AttributeError(f"'{self.name}' has no averages of weights.")
         averages: dict[Hashable, Any] = {}
@@ -57,5 +57,5 @@ class AveragingOptimizer(KerasOptimizer):
 
     @property
     def averaging_optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """The inner and the rest optimizer, if they average the weights."""
+        """Inner and rest optimizer, each only if it has `use_ema`."""
         return [o for o in self._optimizers if o.use_ema]

@@ -20,7 +20,7 @@ MOST_STEPS = 10**9
 class Points:
     """The points of each condition: arrays, or functions of the step.
 
-    Variables that no model tracks or saves hold the points.
+    The points are in variables that no model tracks or saves.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Points:
                 self.variables[name].assign(tf.cast(source(step), self.dtype))
         self.step = step
 
-    def of_replica(self) -> dict[str, tf.Tensor]:
+    def replica_points(self) -> dict[str, tf.Tensor]:
         """Return the points of this replica: every `num_replicas`-th row."""
         replica = tf.distribute.get_replica_context()
-        first = replica.replica_id_in_sync_group
-        by = replica.num_replicas_in_sync
-        return {n: v.value()[first::by] for n, v in self.variables.items()}
+        index = replica.replica_id_in_sync_group
+        count = replica.num_replicas_in_sync
+        return {n: v.value()[index::count] for n, v in self.variables.items()}
 
 
 class Conditions(keras.Model):
@@ -100,7 +100,7 @@ class Conditions(keras.Model):
 
     def train_step(self, data: Any) -> Any:
         """Train on the points for one step; ignore the data of `fit`."""
-        points = self.points.of_replica()
+        points = self.points.replica_points()
         zeros = {n: tf.zeros([tf.shape(x)[0], 1]) for n, x in points.items()}
         return super().train_step((points, zeros))
 
@@ -120,12 +120,12 @@ class MinimizeCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Resample the points."""
-        self.before = epoch * self.interval
+        self.first_step = epoch * self.interval
         self.model.points.resample(int(self.model.optimizer.iterations.numpy()))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stop the training after `steps` or `seconds`."""
-        is_last = self.before + batch + 1 >= self.steps
+        is_last = self.first_step + batch + 1 >= self.steps
         if is_last or time.monotonic() > self.end:
             self.model.stop_training = True
 

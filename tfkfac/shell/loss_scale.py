@@ -104,15 +104,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             [None if g is None else keras.ops.divide(g, scale) for g in grads],
             trainable_variables,
         )
-        self._adapt(scale, self._anywhere(skipped > before))
+        self._adapt(scale, self._on_any_replica(skipped > before))
 
-    def _anywhere(self, overflowed: tf.Tensor) -> tf.Tensor:
-        """Return True if the step was skipped on any replica; equal on all."""
+    def _on_any_replica(self, overflowed: tf.Tensor) -> tf.Tensor:
+        """Return True, on all replicas, if any replica has skipped the step."""
         job = self.inner_optimizer.method.job
         replicas = job.topology.replicas
         if len(self.inner_optimizer.method.peers(job.rank)) == replicas:
             return overflowed
-        # Accelerators train no batch, so they skip no step themselves.
+        # Send the flag to MR-DHO2's accelerators, which train no batch.
         flag = tf.cast(overflowed, tf.float32)
         group = job.group("loss scale")
         (total,) = group.all_reduce([flag])

@@ -41,7 +41,7 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def attach(self, job: Job) -> None:
-        """Attach the method to a job, and the taps to the job's model.
+        """Bind the method to a job, and record the layers of its model.
 
         Called before the first forward pass, and again with the same job
         after each `compile`. The model may not be built yet.
@@ -55,7 +55,7 @@ class Method(abc.ABC):
         """
 
     def set_run_length(self, steps: int | None) -> None:  # noqa: B027
-        """Set the number of training steps of the run that `fit` announces.
+        """Set the number of training steps of the current `fit`.
 
         `steps` counts all epochs; None is unknown. Called on every worker
         after `attach`, possibly before the state exists. Not called in custom
@@ -67,7 +67,7 @@ class Method(abc.ABC):
         """Run one training step."""
 
     def covered(self) -> list[keras.Variable]:
-        """Return the weights not left to the rest optimizer; default: all."""
+        """Return the weights that the inner optimizer updates; default: all."""
         return list(self.job.model.trainable_variables)
 
     def peers(self, rank: int) -> tuple[int, ...]:
@@ -99,4 +99,4 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def communication_bytes(self) -> dict[str, dict[str, int]]:
-        """Return the bytes received by type of step, for a built model."""
+        """Return the bytes received in each type of step, for a built model."""

@@ -107,7 +107,7 @@ def describe_model(model: keras.Model) -> dict[str, Any]:
     result["metrics"] = sorted(metric.name for metric in model.metrics)
     layers = [layer for layer in all_layers(model) if layer is not model]
     for number, layer in enumerate(layers):
-        # Remove the number: Keras counts the layers of all models.
+        # Remove Keras' counter, which depends on layers of other models.
         label = f"layer {number} '{_COUNT.sub('', layer.name)}'"
         for key, value in _settings(layer):
             result[f"{label}, {key}"] = value
@@ -119,7 +119,7 @@ def _settings(layer: keras.layers.Layer) -> Iterator[tuple[str, Any]]:
     config = plain(layer)
     yield "class", type(layer).__name__
     if isinstance(config, dict):
-        # The config of a model repeats its layers, which are listed by name.
+        # Skip layers in the config of a model: `describe_model` lists them.
         skipped = {"class", "layers", "dtype"}
         yield from ((k, v) for k, v in config.items() if k not in skipped)
     yield "dtype policy", layer.dtype_policy.name

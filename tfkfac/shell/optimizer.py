@@ -71,10 +71,10 @@ class SecondOrderOptimizer(ScheduledOptimizer):
         self.method = method
         self._scaling = LossScaling(name)
         self.max_skipped_steps = max_skipped_steps
-        self._skipped_in_a_row = 0  # upper bound
+        self._skipped_in_a_row = 0  # upper bound, see `count_steps`
         self._job: Job | None = None
         self.bind_schedules()
-        # Checkpoints follow the attributes of an optimizer.
+        # As an attribute, the saved state is part of checkpoints.
         self._saved_state = SavedState(name, method, self.plan)
         repair(tf.distribute.get_strategy())
 
@@ -131,7 +131,7 @@ class SecondOrderOptimizer(ScheduledOptimizer):
                 f"Received: config={config!r} (of type {type(config)})"
             )
         arguments = {
-            # Copied, as Keras changes the config of an inner optimizer.
+            # Copy the value: Keras changes the config of an inner optimizer.
             name: restore_value(name, copy.deepcopy(value), custom_objects)
             for name, value in config.items()
         }
@@ -211,7 +211,7 @@ class SecondOrderOptimizer(ScheduledOptimizer):
         return self._bound_job().model
 
     def _bound_job(self) -> Job:
-        """Return the job; raise if there is no model or it was deleted."""
+        """Return the job; raise without a model or if the model was deleted."""
         if self._job is None or self._job.find_model() is None:
             raise ValueError(
                 f"Optimizer '{self.name}' does not know its model. "
@@ -227,32 +227,32 @@ class SecondOrderOptimizer(ScheduledOptimizer):
     def _check_owner(self, model: keras.Model) -> None:
         owner = None if self._job is None else self._job.find_model()
         if self._job is not None and owner is not model:
-            known = f"model '{owner.name}'" if owner else "a deleted model"
+            bound = f"model '{owner.name}'" if owner else "a deleted model"
             received = f"model '{model.name}'"
             if owner is not None and owner.name == model.name:
                 received = "a clone, which is another model of the same name"
             raise ValueError(
-                f"Optimizer '{self.name}' already belongs to {known} and "
+                f"Optimizer '{self.name}' already belongs to {bound} and "
                 "keeps its curvature. Create a new optimizer for each model. "
                 f"Received: {received}."
             )
 
     def _check_variables(self, model: keras.Model) -> None:
-        new = [
+        added = [
             v.path
             for v in model.trainable_variables
             if not any(knows_variable(x, v) for x in self._optimizers)
         ]
-        if self.built and new:
+        if self.built and added:
             raise ValueError(
                 f"Optimizer '{self.name}' was built without the variables "
-                f"{new}. Compile the model with a new optimizer after making "
+                f"{added}. Compile the model with a new optimizer after making "
                 "more of it trainable."
             )
 
     # ------------------------------------------------------------ the step
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Create the state for `variables` of the attached model."""
+        """Create the state of the method and of the wrapped optimizers."""
         if self.built:
             return
         job = self._bound_job()
@@ -260,18 +260,18 @@ class SecondOrderOptimizer(ScheduledOptimizer):
             parameter.build()
         job.create()
         if job.topology.replicas > len(job.topology.local):
-            with tf.init_scope():  # a config holds values of variables
+            with tf.init_scope():  # `description` reads variables
                 processes = job.among_processes("agreement")
                 check_agreement(self.description(), processes)
-        # Collectives in `create` match only on workers with equal descriptions.
+        # Compare first: collectives of `create` need equal descriptions.
         self.method.create()
-        self._build_others(list(variables))
+        self._build_wrapped(list(variables))
         self._is_building = True
         super().build(list(variables))
         self._is_building = False
         self._saved_state.create(job)
 
-    def _build_others(self, variables: list[keras.Variable]) -> None:
+    def _build_wrapped(self, variables: list[keras.Variable]) -> None:
         """Build the inner and the rest optimizer for their variables."""
         if self.rest_optimizer is None:
             self.inner_optimizer.build(variables)
@@ -294,17 +294,17 @@ class SecondOrderOptimizer(ScheduledOptimizer):
         model = self.bound_model()
         weights = model.trainable_variables
         arguments = {k: plain(v) for k, v in self._arguments().items()}
-        others = {}
+        optimizers = {}
         roles = "inner optimizer", "rest optimizer"
         for role, optimizer in zip(roles, self._optimizers, strict=False):
-            others[role] = type(optimizer).__name__
-            settings = plain(optimizer.get_config())
-            others |= {f"{role}'s {k}": v for k, v in settings.items()}
+            optimizers[role] = type(optimizer).__name__
+            config = plain(optimizer.get_config())
+            optimizers |= {f"{role}'s {k}": v for k, v in config.items()}
         return {
             "TensorFlow and Keras": [tf.__version__, keras.__version__],
             "optimizer": type(self).__name__,
             **{f"argument {name}": value for name, value in arguments.items()},
-            **others,
+            **optimizers,
             "learning rate set in training": float(self.plan.set_rate.numpy()),
             "jit_compile": uses_xla(model),
             "shapes of the weights": [list(v.shape) for v in weights],
@@ -431,10 +431,10 @@ class SecondOrderOptimizer(ScheduledOptimizer):
         Raises:
             FloatingPointError: If so many steps have been skipped.
         """
-        most = self.max_skipped_steps
-        if most is not None and self._job is not None and self._job.streaks:
+        limit = self.max_skipped_steps
+        if limit is not None and self._job is not None and self._job.streaks:
             streak = self._job.streaks[0]
-            self._skipped_in_a_row = streak.check(most, self.name)
+            self._skipped_in_a_row = streak.check(limit, self.name)
 
     def count_steps(self, steps: int = 1) -> None:
         """Count steps; call `check_skipped_steps` if the limit may be reached.
@@ -449,8 +449,8 @@ class SecondOrderOptimizer(ScheduledOptimizer):
             FloatingPointError: See `check_skipped_steps`.
         """
         self._skipped_in_a_row += steps
-        most = self.max_skipped_steps
-        if most is not None and self._skipped_in_a_row >= most:
+        limit = self.max_skipped_steps
+        if limit is not None and self._skipped_in_a_row >= limit:
             self.check_skipped_steps()
 
     def summary(self, print_fn: Callable[[str], None] = print) -> None:
@@ -533,8 +533,8 @@ class SecondOrderOptimizer(ScheduledOptimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Record that a `LossScaleOptimizer` wraps this optimizer."""
-        # Keras' LossScaleOptimizer resets this attribute of the optimizer that
-        # it wraps. There is no other indication of the wrapper.
+        # Keras' `LossScaleOptimizer` sets this attribute of the optimizer that
+        # it wraps to None, which is the only sign of a wrapper.
         if name == "loss_scale_factor" and "_scaling" in vars(self):
             if value is not None:
                 raise ValueError(
@@ -546,7 +546,7 @@ class SecondOrderOptimizer(ScheduledOptimizer):
         super().__setattr__(name, value)
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Set the variables of both optimizers, in the order of `variables`."""
+        """Set the variables of the inner and rest optimizer, in this order."""
         values = iter(weights)
         for optimizer in self._optimizers:
             count = len(optimizer.variables)
@@ -557,12 +557,12 @@ class SecondOrderOptimizer(ScheduledOptimizer):
     ) -> None:
         """Assign the averages of the inner and the rest optimizer."""
         for optimizer in self._optimizers:
-            known = [v for v in var_list if knows_variable(optimizer, v)]
-            optimizer.finalize_variable_values(known)
+            trained = [v for v in var_list if knows_variable(optimizer, v)]
+            optimizer.finalize_variable_values(trained)
 
 
 def find_optimizer(optimizer: Any) -> SecondOrderOptimizer | None:
-    """Return the optimizer of tfkfac that an optimizer is or wraps, or None."""
+    """Return a tfkfac optimizer, unwrapped from a loss scaler; else None."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer if isinstance(optimizer, SecondOrderOptimizer) else None
@@ -571,7 +571,7 @@ def find_optimizer(optimizer: Any) -> SecondOrderOptimizer | None:
 def largest_counts(
     counts: Mapping[tuple[str, int], int],
 ) -> collections.Counter[str]:
-    """Return the largest count of a replica for each text, without zeros."""
+    """Return the maximum count over replicas by event text, if above 0."""
     largest: collections.Counter[str] = collections.Counter()
     for (text, _), count in counts.items():
         largest |= collections.Counter({text: count})

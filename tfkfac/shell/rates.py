@@ -27,8 +27,8 @@ class ScheduledOptimizer(AveragingOptimizer):
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
         """Set the rate; a number ends the decay of a `FitDecay` for good."""
-        decays = isinstance(rate_of(self.inner_optimizer), FitDecay)
-        if decays and not callable(value):
+        is_decaying = isinstance(rate_of(self.inner_optimizer), FitDecay)
+        if is_decaying and not callable(value):
             if hasattr(value, "numpy"):
                 value = float(value.numpy())
             self.plan.set_rate.assign(check_range("learning_rate", value, 0))
@@ -38,7 +38,7 @@ class ScheduledOptimizer(AveragingOptimizer):
         self.bind_schedules()
 
     def bind_schedules(self) -> None:
-        """Let a copy of each `FitDecay` follow the plan of this optimizer.
+        """Replace each `FitDecay` by a copy that follows this optimizer's plan.
 
         A copy, because several optimizers may have been given one schedule.
         """
@@ -72,13 +72,13 @@ class ScheduledOptimizer(AveragingOptimizer):
         self.plan.begin(self.num_updates, steps)
 
     def rate_lines(self) -> list[str]:
-        """Return the line of the summary on a `FitDecay`, if there is one."""
+        """Return the line on a `FitDecay` for `summary`; [] without one."""
         if not isinstance(rate_of(self.inner_optimizer), FitDecay):
             return []
-        end, rate = self.plan.end, f"{float(self.learning_rate):.4g}"
+        last_update, rate = self.plan.end, f"{float(self.learning_rate):.4g}"
         if float(self.plan.set_rate.numpy()) >= 0:
             return [f"Learning rate: {rate}, set during training."]
-        if end is None:
+        if last_update is None:
             return [
                 f"Learning rate: {rate}, constant: no length known "
                 "outside of `fit`. It falls to 0 over each `fit` of known "
@@ -87,5 +87,5 @@ class ScheduledOptimizer(AveragingOptimizer):
         start = max(int(self.plan.start.numpy()), 0)
         return [
             f"Learning rate: {rate}, falls linearly to 0 from update "
-            f"{start:,} to {end:,}."
+            f"{start:,} to {last_update:,}."
         ]

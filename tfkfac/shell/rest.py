@@ -96,7 +96,7 @@ def choose_rest(
             stacklevel=3,
         )
     rate = rate_of(rest)
-    if isinstance(rate, ProportionalRate):  # a restored rest optimizer, too
+    if isinstance(rate, ProportionalRate):  # also if restored
         rate.follow(inner)
     return rest
 

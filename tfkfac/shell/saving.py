@@ -27,23 +27,23 @@ from tfkfac.saving.entries import (
 from tfkfac.saving.store import (
     Saved,
     check_format,
-    find_share,
+    find_worker,
     is_foreign,
     load_state,
     save_state,
-    share_key,
+    worker_key,
     write_format,
 )
 from tfkfac.schedules.fit_decay import RunPlan
 from tfkfac.shell.method import Method
 from tfkfac.training.job import Job
 
-# Seconds to wait for all workers to save at once.
+# Seconds to wait until all workers save.
 PATIENCE = 30
 
 
 class SavedState(tf.train.experimental.PythonState):
-    """The state of an optimizer's method, to be saved and loaded.
+    """Save and load the state of an optimizer's method.
 
     In a job of several processes, the state is distributed. `gather` collects
     it in the memory of worker 0; this worker can then save alone, without
@@ -59,14 +59,14 @@ class SavedState(tf.train.experimental.PythonState):
         self._method = method
         self._plan = plan
         self._job: Job | None = None
-        # Fingerprint of the training position, and the state on process 0.
+        # `_fingerprint` of the gathered state; the state, only on process 0.
         self._gathered: tuple[Any, dict[str, np.ndarray] | None] | None = None
-        self._num_attempts = 0  # attempts to save on all workers at once
-        self._saves_alone = False  # True after such an attempt has failed
+        # Attempts to save on all workers at once; True after a failed attempt.
+        self._num_attempts, self._saves_alone = 0, False
         self._restored: bytes | None = None
 
     def create(self, job: Job) -> None:
-        """Attach to the created state; load a checkpoint restored earlier."""
+        """Bind to a built job; load a checkpoint that was restored earlier."""
         self._job = job
         if self._restored is not None:
             restored, self._restored = self._restored, None
@@ -128,7 +128,7 @@ class SavedState(tf.train.experimental.PythonState):
                 store[key] = value
         else:
             save_state(store, entries, replicas)
-            key = share_key(job.topology.process, job.topology.processes)
+            key = worker_key(job.topology.process, job.topology.processes)
             store[key] = np.zeros(1, np.int64)
 
     def _entries(self) -> dict[int, list[Entry]]:
@@ -146,10 +146,10 @@ class SavedState(tf.train.experimental.PythonState):
         seeds = seed_states(job.find_model())
         # The number in the name makes `load` reject another number of seeds.
         section = f"{len(seeds)} seed generators"
-        for place, rank in enumerate(job.topology.local):
+        for index, rank in enumerate(job.topology.local):
             contents = self._method.contents(rank)
             contents.entries[:0] = [
-                Entry("", "skipped_steps", job.skipped[place]),
+                Entry("", "skipped_steps", job.skipped[index]),
                 *self._plan.entries(),
             ]
             if seeds:
@@ -161,7 +161,7 @@ class SavedState(tf.train.experimental.PythonState):
                 Entry(
                     "",
                     f"state_{i}",
-                    seed[place],
+                    seed[index],
                     section=section,
                     least=-math.inf,
                 )
@@ -245,13 +245,13 @@ class SavedState(tf.train.experimental.PythonState):
         check_format(store, self._name)
         if self._job is None:
             return "the model is not built"
-        share, topology = find_share(store), self._job.topology
-        if share not in (
+        worker, topology = find_worker(store), self._job.topology
+        if worker not in (
             None,
-            share_key(topology.process, topology.processes),
+            worker_key(topology.process, topology.processes),
         ):
             return (
-                f"the file has the state of one worker only ({share}), and "
+                f"the file has the state of one worker only ({worker}), and "
                 "this process is another; the file of worker 0 has all state"
             )
         return None
@@ -294,7 +294,7 @@ def seed_states(model: keras.Model | None) -> list[tuple[tf.Variable, ...]]:
 # ------------------------------------------------ the state of all workers
 _MESSAGE_BYTES = 64 * 2**20  # maximum size of a message
 _CHIEF = 0
-# Rank of a replica, and name of an entry in a file.
+# (rank of a replica, name of an entry in a file)
 Key = tuple[int, str]
 
 
@@ -322,7 +322,7 @@ def gather_state(
     keys = [(rank, key) for key, ranks in needed.items() for rank in ranks]
     values: dict[Key, np.ndarray] = {}
     with tf.init_scope(), tf.device("CPU:0"):
-        for sender, message_keys in _batches(keys, pieces, job.topology):
+        for sender, message_keys in _messages(keys, pieces, job.topology):
             values |= _send(sender, message_keys, pieces, variables, group)
     if group.rank != _CHIEF:
         return None
@@ -341,9 +341,9 @@ def gather_state(
 def exchange_pieces(
     entries: Mapping[int, Sequence[Entry]], group: Communicator
 ) -> dict[int, dict[str, Piece]]:
-    """Exchange the pieces of all replicas; by rank and name in a file."""
+    """All-gather the `Piece`s of all replicas, by rank and name in a file."""
     local = {
-        str(rank): [Piece.of(entry) for entry in of_rank]
+        str(rank): [Piece.from_entry(entry) for entry in of_rank]
         for rank, of_rank in entries.items()
     }
     result: dict[int, dict[str, Piece]] = {}
@@ -354,30 +354,30 @@ def exchange_pieces(
     return result
 
 
-def _batches(
+def _messages(
     keys: Sequence[Key],
     pieces: Mapping[int, Mapping[str, Piece]],
     topology: Topology,
 ) -> Iterator[tuple[int, list[Key]]]:
-    """Yield the sender and the keys of each message, in the same order.
+    """Yield sender and keys of each message, in equal order on all processes.
 
     Keys are sorted by dtype: one message holds tensors of one dtype.
     """
     for sender in range(_CHIEF + 1, topology.processes):
         sent = [key for key in keys if topology.process_of(key[0]) == sender]
         sent.sort(key=lambda key: (pieces[key[0]][key[1]].dtype, key))
-        batch: list[Key] = []
-        filled = 0
+        message: list[Key] = []
+        num_bytes = 0
         for rank, key in sent:
             piece = pieces[rank][key]
             size = int(np.prod(piece.shape)) * tf.as_dtype(piece.dtype).size
-            if batch and filled + size > _MESSAGE_BYTES:
-                yield sender, batch
-                batch, filled = [], 0
-            batch.append((rank, key))
-            filled += size
-        if batch:
-            yield sender, batch
+            if message and num_bytes + size > _MESSAGE_BYTES:
+                yield sender, message
+                message, num_bytes = [], 0
+            message.append((rank, key))
+            num_bytes += size
+        if message:
+            yield sender, message
 
 
 def _send(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def unit_of(count: int) -> tuple[int, str]:
-    """Return the bytes and the name of the largest unit of at most `count`."""
+    """Choose the unit for a number of bytes: 3000 gives `(1024, "KB")`."""
     size = 1
     for unit in ("B", "KB", "MB"):
         if count < 1024 * size:

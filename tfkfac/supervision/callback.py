@@ -55,10 +55,10 @@ class Supervision(keras.callbacks.Callback):
         self._is_alone = True
         self._frequencies: set[str | int | None] = set()
         self._batches = 0
-        # Number of updates before the first epoch, if the length is unknown.
+        # Number of updates before `fit`, while its length is unknown.
         self._first_update: int | None = None
-        # Last update of the decay. A change shows that a backup was loaded.
-        self._end_before: int | None = None
+        # End of the decay before `fit`. If it differs, a backup was loaded.
+        self._previous_end: int | None = None
         self._events_before: collections.Counter[tuple[str, int]]
         self._events: collections.Counter[str] = collections.Counter()
 
@@ -71,7 +71,7 @@ class Supervision(keras.callbacks.Callback):
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        self._end_before = self._optimizer.plan.end
+        self._previous_end = self._optimizer.plan.end
         strategy = self.model.distribute_strategy
         self._stall_detector = find_detector(strategy)
         self._is_alone = find_topology(strategy).processes == 1
@@ -121,8 +121,8 @@ class Supervision(keras.callbacks.Callback):
         Runs after each epoch and not at the end of `fit`, which a worker can
         reach before the others.
         """
-        new = self._optimizer.event_counts()
-        self._events = largest_counts(new - self._events_before)
+        total = self._optimizer.event_counts()
+        self._events = largest_counts(total - self._events_before)
         if not self._is_alone:
             group = self._optimizer.method.job.among_processes("events")
             # Workers that share a block count the same events: take the
@@ -163,23 +163,23 @@ class Supervision(keras.callbacks.Callback):
         The end moves if the numbers of updates differ: another number of
         workers has other steps, and Keras repeats the epoch of a backup.
         """
-        plan, now = self._optimizer.plan, self._optimizer.num_updates
-        is_loaded = epoch > 0 or plan.end != self._end_before
-        is_resumed = is_loaded and plan.is_at(now, epoch, epochs)
+        plan, update = self._optimizer.plan, self._optimizer.num_updates
+        is_loaded = epoch > 0 or plan.end != self._previous_end
+        is_resumed = is_loaded and plan.is_at(update, epoch, epochs)
         plan.in_fit.assign(1)
         if steps is None:
             if not is_resumed:
-                plan.begin(now, 0, epoch, epochs)
-                self._first_update = now
+                plan.begin(update, 0, epoch, epochs)
+                self._first_update = update
             return
-        # FOSI and GaussNewton do not accumulate gradients.
+        # None for `FOSI` and `GaussNewton`, which accumulate no gradients.
         batches = getattr(self._optimizer, "gradient_accumulation_steps", None)
         length = max((epochs - epoch) * steps // (batches or 1), 1)
         if not is_resumed:
-            plan.begin(now, length, epoch, epochs)
-        # Accumulated gradients of a backup may make one update more.
-        elif abs((plan.end or 0) - now - length) > 1:
-            plan.move_end(now, length)
+            plan.begin(update, length, epoch, epochs)
+        # Accept a difference of 1, due to accumulated gradients in a backup.
+        elif abs((plan.end or 0) - update - length) > 1:
+            plan.move_end(update, length)
 
     def _start_run(self) -> None:
         """Set the run length of the method; check that all workers agree."""

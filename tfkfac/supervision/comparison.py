@@ -36,7 +36,7 @@ from tfkfac.distributed.topology import find_topology
 from tfkfac.saving.entries import Spread
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 
-# Numbers the calls of `fit` in a job of several processes.
+# Counter of the calls of `fit`, a part of the seed of each call.
 _fit_numbers = itertools.count()
 # Batches between two comparisons. A comparison reads all weights and sends one
 # message.
@@ -87,8 +87,8 @@ def common_order(
     seed, fit = _common_seed(strategy, group), next(_fit_numbers)
     shuffle = arguments.get("shuffle", True)
     orders = {
-        "x": _order(arguments.get("x"), shuffle, group.rank),
-        "validation_data": _order(
+        "x": _order_seeds(arguments.get("x"), shuffle, group.rank),
+        "validation_data": _order_seeds(
             arguments.get("validation_data"), False, group.rank
         ),
     }
@@ -137,19 +137,19 @@ def _common_seed(
     return seed
 
 
-def _order(data: Any, shuffle: Any, rank: int) -> list[Any]:
+def _order_seeds(data: Any, shuffle: Any, rank: int) -> list[Any]:
     """Return the seeds that define the order of an argument of `fit`."""
-    none = f"drawn by worker {rank}"
-    data = getattr(data, "_original_dataset", data)  # of a distributed dataset
+    unseeded = f"drawn by worker {rank}"
+    data = getattr(data, "_original_dataset", data)  # unwrap if distributed
     if isinstance(data, keras.utils.PyDataset):
         return ["PyDataset"]
     if isinstance(data, tf.data.Dataset):
         seeds = shuffle_seeds(data)
-        return [list(pair) if any(pair) else none for pair in seeds]
+        return [list(pair) if any(pair) else unseeded for pair in seeds]
     leaves = keras.tree.flatten(data)
     if shuffle and leaves and all(hasattr(x, "shape") for x in leaves):
         seed = global_seed()
-        return [none if seed is None else seed]
+        return [unseeded if seed is None else seed]
     return []
 
 
@@ -174,7 +174,7 @@ def compare_beginnings(
         "All workers must begin training at the same point. If they have "
         "been restarted, load the same backup on all of them: "
         "`tfkfac.callbacks.ChiefBackup`. These differ",
-        exchange({**run, **_position(optimizer)}, group),
+        exchange({**run, **_training_position(optimizer)}, group),
     )
 
 
@@ -193,9 +193,9 @@ def compare_bits(optimizer: SecondOrderOptimizer) -> None:
         group = job.among_processes("comparison")
         rows = group.all_gather(tf.constant(checksums, tf.int64)).numpy()
     paths = [variable.path for variable in variables]
-    sums = [[f"{number:08x}" for number in row] for row in rows]
+    hex_rows = [[f"{number:08x}" for number in row] for row in rows]
     differences = find_differences(
-        [dict(zip(paths, row, strict=True)) for row in sums]
+        [dict(zip(paths, row, strict=True)) for row in hex_rows]
     )
     if differences:
         raise RuntimeError(
@@ -223,7 +223,7 @@ def refuse_differences(
         raise ValueError(f"{message}: {first_of(differences)}")
 
 
-def _position(optimizer: SecondOrderOptimizer) -> dict[str, Any]:
+def _training_position(optimizer: SecondOrderOptimizer) -> dict[str, Any]:
     """Return the number of updates and checksums of weights and state."""
     method, job = optimizer.method, optimizer.method.job
     rank = job.topology.local[0]
@@ -246,7 +246,7 @@ def _common_variables(optimizer: SecondOrderOptimizer) -> list[keras.Variable]:
     """Return the variables that are equal on all workers after each step."""
     method, job = optimizer.method, optimizer.method.job
     variables = list(job.model.trainable_variables)
-    # MR-DHO2's accelerators receive only the weights.
+    # Skip optimizer state with MR-DHO2: accelerators get only weights.
     if len(method.peers(job.topology.local[0])) == job.topology.replicas:
         variables += optimizer.variables
     return variables

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.model_taps import no_batch_counted
+from tfkfac.capture.model_taps import metrics_are_reset
 from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.cluster.watch import find_detector
 from tfkfac.compat.models import (
@@ -46,7 +46,7 @@ def hook_compile() -> None:
 
 
 def _bind(model: keras.Model) -> None:
-    """Attach a compiled model to its optimizer, if it is of tfkfac.
+    """Attach an optimizer of tfkfac to the model compiled with it.
 
     A Keras optimizer has no reference to its model. `compile` always runs
     before the first trace, also in `load_model`. Detach the optimizer of an
@@ -67,7 +67,7 @@ def _bind(model: keras.Model) -> None:
             undo_overflows(scaler, outer)
         keep_on(model, _BOUND, lambda: weakref.ref(outer))
         if model.built and not unbuilt(model):
-            # Creating variables in the first step would cause a second trace.
+            # Build now: building in the first step would cause a retrace.
             outer.build_in_scope(model.trainable_variables)
             if scaler is not None:
                 # Only a built optimizer can load its variables from files.
@@ -86,9 +86,9 @@ def _after_compile(model: keras.Model) -> None:
         overrides += _carry_state(model, optimizer)
         if optimizer.use_ema:
             names = "fit", "evaluate", "predict"
-            overrides += [wrap_fit(model, _averaging, name) for name in names]
+            overrides += [wrap_fit(model, _swap_averages, n) for n in names]
     if overrides:
-        # An `ExitStack`: Keras would search a list for layers to save.
+        # Use an `ExitStack`: Keras would search a list for layers to save.
         stack = keep_on(model, _OVERRIDES, contextlib.ExitStack)
         for item in overrides:
             stack.callback(item.remove)
@@ -108,10 +108,10 @@ def _supervise(
     watched = contextlib.nullcontext if watch is None else watch.fit
 
     @contextlib.contextmanager
-    def within(callbacks: Callbacks, given: Arguments) -> Iterator[Callbacks]:
+    def within(callbacks: Callbacks, kwargs: Arguments) -> Iterator[Callbacks]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(watched())
-            extra = stack.enter_context(common_order(strategy, given))
+            extra = stack.enter_context(common_order(strategy, kwargs))
             callbacks = [*extra, *callbacks] if extra else callbacks
             if optimizer is None:
                 yield callbacks
@@ -124,7 +124,7 @@ def _supervise(
             for callback in callbacks:
                 if isinstance(callback, contextlib.AbstractContextManager):
                     stack.enter_context(callback)
-            first_epoch = given.get("initial_epoch", 0)
+            first_epoch = kwargs.get("initial_epoch", 0)
             supervision = Supervision(optimizer, callbacks, first_epoch)
             yield [supervision, *callbacks, supervision.last]
 
@@ -143,12 +143,12 @@ def _supervise(
 
     def get_metrics_result(below: Callable[[], Any]) -> Any:
         results = below()
-        if tf.inside_function() or not no_batch_counted(model):
+        if tf.inside_function() or not metrics_are_reset(model):
             return results
         streaks = optimizer.method.job.streaks if optimizer is not None else ()
         if not streaks or not int(streaks[0].excluded.numpy()):
             return results
-        # No batch has counted: Keras' mean would be 0.
+        # Return NaN where no batch has counted; Keras' mean would be 0.
         return keras.tree.map_structure(
             lambda result: tf.fill(tf.shape(result), math.nan), results
         )
@@ -165,7 +165,7 @@ def _supervise(
 
 
 @contextlib.contextmanager
-def _averaging(callbacks: Callbacks, _: Arguments) -> Iterator[Callbacks]:
+def _swap_averages(callbacks: Callbacks, _: Arguments) -> Iterator[Callbacks]:
     """Make `SwapEMAWeights` swap the weights of all wrapped optimizers.
 
     By itself the callback finds only the inner optimizer.
@@ -199,7 +199,7 @@ def _carry_state(
         try:
             if state is not None:
                 optimizer.load_own_variables(state)
-        except ValueError as error:  # Keras hides the message
+        except ValueError as error:  # warn: Keras hides the message
             warnings.warn(str(error), stacklevel=2)
             raise
         below(weights)

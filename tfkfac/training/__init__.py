@@ -1,1 +1,1 @@
-"""Training steps of a replica; the job with model, optimizers and replicas."""
+"""Training step of a replica, and the job that all its steps belong to."""

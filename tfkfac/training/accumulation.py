@@ -42,8 +42,8 @@ class Accumulation(Slots):
             )
         ]
         self.count = self.slot("micro_batches")
-        self.terms = self.slot("terms", dtype="float64")  # number of terms
-        # Sum of the weights of the micro-batches.
+        # Sums over micro-batches: numbers of loss terms, and weights.
+        self.terms = self.slot("terms", dtype="float64")
         self.weight = self.slot("weight", dtype="float64")
         self.loss, self.excess = (
             self.slot(
@@ -54,7 +54,7 @@ class Accumulation(Slots):
 
     def add(self, step: Step) -> None:
         """Add a micro-batch, after `Step.weigh`."""
-        terms = _terms(step.loss)
+        terms = _num_terms(step.loss)
         weight = tf.where(step.loss.summed, tf.ones_like(terms), terms)
         sums = self._sums_of(step)
         for sum_, gradient in zip(sums, step.gradients, strict=True):
@@ -77,18 +77,18 @@ class Accumulation(Slots):
         The argument is the step of the last micro-batch.
         """
         loss = step.loss
-        norm = tf.where(loss.summed, tf.ones_like(self.weight), self.weight)
+        weight = tf.where(loss.summed, tf.ones_like(self.weight), self.weight)
         gradients = [
             None
             if gradient is None
-            else tf.math.divide_no_nan(sum_, tf.cast(norm, sum_.dtype))
+            else tf.math.divide_no_nan(sum_, tf.cast(weight, sum_.dtype))
             for sum_, gradient in zip(
                 self._sums_of(step), step.gradients, strict=True
             )
         ]
         # The unit of a summed loss is proportional to the number of terms.
         ratio = tf.math.divide_no_nan(
-            tf.convert_to_tensor(self.terms), _terms(loss)
+            tf.convert_to_tensor(self.terms), _num_terms(loss)
         )
         unit = tf.where(loss.summed, loss.unit * ratio, loss.unit)
         measure = LossMeasure(
@@ -97,7 +97,7 @@ class Accumulation(Slots):
         loss_value, excess = None, None
         if step.batch.value is not None:
             loss_value, excess = (
-                tf.math.divide_no_nan(tf.convert_to_tensor(sum_), norm)
+                tf.math.divide_no_nan(tf.convert_to_tensor(sum_), weight)
                 for sum_ in (self.loss, self.excess)
             )
         batch = dataclasses.replace(
@@ -116,7 +116,7 @@ class Accumulation(Slots):
         return [sums[variable_key(inner, v)] for v in step.variables]
 
 
-def _terms(loss: LossMeasure) -> tf.Tensor:
+def _num_terms(loss: LossMeasure) -> tf.Tensor:
     return tf.ones_like(loss.unit) if loss.total is None else loss.total
 
 
@@ -124,7 +124,8 @@ def names_of(model: keras.Model) -> list[tuple[str, str]]:
     """Return (layer path, unique name in the layer) of trainable weights."""
     names: dict[int, tuple[str, str]] = {}
     for node in walk(model):
-        new = [v for v in node.layer.trainable_variables if id(v) not in names]
-        for i, variable in enumerate(new):
+        weights = node.layer.trainable_variables
+        unnamed = [v for v in weights if id(v) not in names]
+        for i, variable in enumerate(unnamed):
             names[id(variable)] = node.path, f"{i}_{variable.name}"
     return [names[id(v)] for v in model.trainable_variables]

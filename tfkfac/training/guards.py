@@ -84,7 +84,7 @@ class Streak:
         self.excluded = state_variable(0, "int64", "left_out")
         self._bad = state_variable(0, "int64", "gradients_not_finite")
         self._first = state_variable(0, "int64", "first_not_finite")
-        self._numbers = self.length, self.excluded, self._bad, self._first
+        self._variables = self.length, self.excluded, self._bad, self._first
         self.names: tuple[str, ...] = ()
 
     def end(self) -> None:
@@ -98,7 +98,7 @@ class Streak:
         `finite` has one bool per gradient; `is_lost` is True if the loss is
         not finite either.
         """
-        # GPUs have no kernels for the sum and argmax of integers.
+        # Use float32: GPUs have no kernels for sum and argmax of integers.
         bad = tf.cast(~finite, tf.float32)
         self._lengthen(tf.cast(tf.reduce_sum(bad), tf.int64), is_lost)
         self._first.assign(tf.argmax(bad))
@@ -113,15 +113,15 @@ class Streak:
         self._bad.assign(bad)
 
     def to_tensor(self) -> tf.Tensor:
-        """The state as a float64 vector, to send to other replicas."""
-        return tf.stack([tf.cast(n, tf.float64) for n in self._numbers])
+        """State as a float64 vector, to send to other replicas."""
+        return tf.stack([tf.cast(v, tf.float64) for v in self._variables])
 
     def assign(self, values: tf.Tensor, names: Sequence[str]) -> None:
         """Assign the state of another replica, from `to_tensor`."""
         self.names = tuple(names)
-        pairs = zip(self._numbers, tf.unstack(values), strict=True)
-        for number, value in pairs:
-            number.assign(tf.cast(value, number.dtype))
+        pairs = zip(self._variables, tf.unstack(values), strict=True)
+        for variable, value in pairs:
+            variable.assign(tf.cast(value, variable.dtype))
 
     def check(self, limit: int, name: str) -> int:
         """Return the length if it is below a limit; call eagerly only.
@@ -154,7 +154,7 @@ class Streak:
 
 
 # Number of consecutive batches without an example that causes a warning.
-_MANY = 20
+_MAX_EMPTY = 20
 
 
 def count_empty_batches(
@@ -166,27 +166,27 @@ def count_empty_batches(
     before the data of others.
     """
     count = tf.add_n([loss.count for loss in terms])
-    now = tf.where(count > 0, tf.zeros_like(empty), empty + 1)
-    empty.assign(now)
+    length = tf.where(count > 0, tf.zeros_like(empty), empty + 1)
+    empty.assign(length)
     if in_xla():  # XLA cannot print
         return
 
     def report() -> tf.Tensor:
         tf.print(
-            f"tfkfac: the last {_MANY} batches of replica {replica} had no "
-            "examples. Has its data ended before the data of others?",
+            f"tfkfac: the last {_MAX_EMPTY} batches of replica {replica} had "
+            "no examples. Has its data ended before the data of others?",
             output_stream=sys.stderr,
         )
         return tf.constant(0)
 
-    tf.cond(tf.equal(now, _MANY), report, lambda: tf.constant(0))
+    tf.cond(tf.equal(length, _MAX_EMPTY), report, lambda: tf.constant(0))
 
 
 # ----------------------------------------------- refusals of a running step
-# A graph can only assert, and TensorFlow's error text surrounds the message.
-# This prefix marks the message.
+# Marks the message in the error of an assertion, where TensorFlow's text
+# surrounds the message.
 _PREFIX = "tfkfac refuses: "
-_TEXT = re.compile(rf"\[{_PREFIX}(.*?)\]$", re.MULTILINE)
+_REFUSAL = re.compile(rf"\[{_PREFIX}(.*?)\]$", re.MULTILINE)
 # Error of TensorFlow's sparse cross-entropy on CPUs, after a long traceback.
 _LABEL = re.compile(
     r"Received a label value of (-?\d+) which is outside the valid range of "
@@ -214,7 +214,7 @@ def as_errors() -> Iterator[None]:
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        if match := _TEXT.search(error.message):
+        if match := _REFUSAL.search(error.message):
             raise ValueError(match[1].replace('\\"', '"')) from error
         if match := _LABEL.search(error.message):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A training job, common to all of its steps, and its log of losses."""
+"""Training job (model, optimizers, replicas), and log of its losses."""
 
 import itertools
 import weakref
@@ -21,7 +21,7 @@ from tfkfac.schedules.fit_decay import RunPlan
 from tfkfac.training.guards import Streak, count_each
 
 
-class _Log:
+class _LikelihoodLog:
     """Number of steps in which a loss matched each candidate likelihood."""
 
     def __init__(self, loss: str, names: tuple[str, ...]) -> None:
@@ -34,8 +34,8 @@ class _Log:
     def record(self, verdict: Verdict, optimizer: str, instead: str) -> None:
         """Count the likelihood that the loss matched in a step."""
         counted = tf.cast(verdict.is_counted, tf.int64)
-        which = tf.one_hot(verdict.index, len(self._names), dtype=tf.int64)
-        self._counts.assign_add(which * counted)
+        one_hot = tf.one_hot(verdict.index, len(self._names), dtype=tf.int64)
+        self._counts.assign_add(one_hot * counted)
         self._unit.assign(verdict.unit)
         count_each(
             verdict.is_counted & ~verdict.is_known,
@@ -49,27 +49,27 @@ class _Log:
     def line(self) -> str:
         """Return a line for `summary`."""
         counts = zip(self._names, self._counts.numpy(), strict=True)
-        parts = [f"{name} in {n:,} steps" for name, n in counts if n]
+        texts = [f"{name} in {n:,} steps" for name, n in counts if n]
         if unknown := int(self.unknown.numpy()):
-            parts.append(f"no likelihood in {unknown:,} steps")
-        known = ", ".join(parts) or "no step yet"
+            texts.append(f"no likelihood in {unknown:,} steps")
+        likelihoods = ", ".join(texts) or "no step yet"
         return (
-            f"Loss '{self.loss}' is taken for: {known}; unit "
+            f"Loss '{self.loss}' is taken for: {likelihoods}; unit "
             f"{float(self._unit.numpy()):.4g} in the last."
         )
 
 
 class LossLog:
-    """Log of the likelihoods that losses of the user matched."""
+    """Log of the likelihoods that the user's own losses matched."""
 
     def __init__(self) -> None:
         # Keys: (replica, position of the loss, names of candidate likelihoods).
-        self._logs: dict[tuple[int, int, tuple[str, ...]], _Log] = {}
+        self._logs: dict[tuple[int, int, tuple[str, ...]], _LikelihoodLog] = {}
 
     def record(
         self, losses: tuple[LossTerms, ...], job: "Job", instead: str
     ) -> None:
-        """Record the verdicts on the losses of a step."""
+        """Record which likelihood each loss of a step matched."""
         device = job.local_state(job.topology.devices)
         for position, loss in enumerate(losses):
             if loss.verdict is None or loss.call is None:
@@ -78,12 +78,12 @@ class LossLog:
             key = job.rank, position, names
             if key not in self._logs:
                 with tf.init_scope(), tf.device(device):
-                    self._logs[key] = _Log(loss.call.loss.name, names)
+                    self._logs[key] = _LikelihoodLog(loss.call.loss.name, names)
             self._logs[key].record(loss.verdict, job.name, instead)
 
     def lines(self) -> list[str]:
         """Return lines for `summary`."""
-        return [log.line() for log in self._of_first()]
+        return [log.line() for log in self._first_replica_logs()]
 
     def events(self) -> list[tuple[str, tf.Variable]]:
         """Return the numbers of steps in which a loss matched no likelihood."""
@@ -93,10 +93,10 @@ class LossLog:
                 "likelihood",
                 log.unknown,
             )
-            for log in self._of_first()
+            for log in self._first_replica_logs()
         ]
 
-    def _of_first(self) -> list[_Log]:
+    def _first_replica_logs(self) -> list[_LikelihoodLog]:
         """Return the logs of the first replica of this process."""
         first = min((rank for rank, *_ in self._logs), default=0)
         return [log for (rank, *_), log in self._logs.items() if rank == first]
@@ -122,7 +122,7 @@ def refuse_eager_replicas() -> NoReturn:
 
 T = TypeVar("T")
 
-_ordinals = itertools.count()
+_optimizer_numbers = itertools.count()
 
 
 class Job:
@@ -190,11 +190,11 @@ class Job:
         """Return the terms of the losses of a batch; empty if unknown."""
         if batch.terms or self.loss_terms is None:
             return batch.terms
-        known = self.loss_terms
-        return (mean_over(known() if callable(known) else known),)
+        count = self.loss_terms
+        return (mean_over(count() if callable(count) else count),)
 
     def create(self) -> None:
-        """Create the counters that do not depend on the method."""
+        """Create the step counters and ordering tokens of local replicas."""
         self.skipped = self.for_each(
             lambda rank: state_variable(0, "int64", "skipped_steps")
         )
@@ -206,9 +206,9 @@ class Job:
             self._tokens = self.for_each(
                 lambda rank: state_variable(0.0, "float32", "ordering_token")
             )
-            # Keys of collectives must differ between optimizers. All workers
-            # build the optimizers of a job in the same order.
-            self._scope = f"{self.name}:{next(_ordinals)}"
+            # Number the optimizers: their collectives need different keys. All
+            # workers build the optimizers in the same order.
+            self._scope = f"{self.name}:{next(_optimizer_numbers)}"
 
     def for_each(self, make: Callable[[int], T]) -> tuple[T, ...]:
         """Call `make(rank)` for each local replica, on its device.
@@ -231,10 +231,10 @@ class Job:
         return states[self.topology.local.index(rank)]
 
     def group(self, purpose: str = "") -> Communicator:
-        """Create the communicator of this replica with all others in a trace.
+        """Create the communicator of all replicas for the current trace.
 
-        `purpose` is part of the keys of its collectives. It must be given if
-        they may run in another order than the collectives of the step.
+        `purpose` is part of the keys of the collectives, and required for
+        collectives in another order than the collectives of the step.
         """
         topology = self.topology
         if len(topology.local) > 1:

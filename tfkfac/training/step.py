@@ -1,4 +1,4 @@
-"""Training step of a replica."""
+"""Training step of a replica: gradients, reduction and update."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -95,14 +95,14 @@ class Step:
         return self._measure
 
     def weighted_loss(self) -> tf.Tensor:
-        """Return this replica's term of the mean loss, float64; else 0."""
+        """Return this replica's term of the mean loss; 0 if not known."""
         value = self.batch.value
         if value is None:
             return tf.zeros([], tf.float64)
         return weighted(tf.cast(value, tf.float64), self.loss.share)
 
     def weighted_excess(self) -> tf.Tensor:
-        """Return `weighted_loss` above its least value for the targets."""
+        """Return `weighted_loss` minus its minimum over all predictions."""
         excess, value = self.batch.excess, self.batch.value
         if excess is None:
             if value is None:
@@ -113,7 +113,7 @@ class Step:
         return weighted(excess, self.loss.share)
 
     def record_losses(self, instead: str) -> None:
-        """Record the types of the losses of this step.
+        """Record the likelihoods that the losses of this step matched.
 
         `instead` is the text on the fallback for losses without a likelihood.
         """
@@ -145,7 +145,7 @@ class Step:
         if self.group.size == 1 and share is None:
             return
         self._bounds = [weighted(bound, share) for bound in self._bounds]
-        # A batch of unknown size may lose the static shape of a gradient.
+        # Restore static shapes, which a batch of unknown size may lose.
         self.gradients = [
             None
             if g is None
@@ -264,7 +264,7 @@ class Step:
     def _apply_inner(self, update: Update) -> None:
         """Apply the inner and the rest optimizer to reduced gradients."""
         inner, rest = self.job.inner_optimizer, self.job.rest_optimizer
-        # Gradients that are passed unchanged may belong to an outer graph.
+        # Import gradients of an outer graph, which methods may pass unchanged.
         pairs = [
             (None if g is None else in_current_graph(g), v)
             for g, v in zip(update.gradients, self.variables, strict=True)

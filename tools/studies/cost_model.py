@@ -221,7 +221,7 @@ class Batch:
         )
         if part is None:
             return 1.0
-        least = min(self.size, part.least)
+        least = min(self.size, part.min_examples)
         return max(least, math.ceil(part.fraction * self.size)) / self.size
 
 
