@@ -81,12 +81,12 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Send a message; mark the connection as closed if that fails."""
-        text = json.dumps(message).encode()
+        line = json.dumps(message).encode()
         if self._keys is not None:
-            text = sign(self._keys[0], self._num_sent, text) + b" " + text
+            line = sign(self._keys[0], self._num_sent, line) + b" " + line
             self._num_sent += 1
         try:
-            self._socket.sendall(text + b"\n")
+            self._socket.sendall(line + b"\n")
         except OSError:
             self.closed = True
 

@@ -197,7 +197,7 @@ class Watch(Listener):
         abort_collectives(self._cause)
 
     def _terminate(self) -> None:
-        """Send SIGTERM, after the grace period, if no step has started.
+        """Send SIGTERM to this process if no step starts in the grace period.
 
         A process that waited in a collective has already raised an error.
         """
@@ -221,12 +221,12 @@ class Watch(Listener):
 
         The grace period starts at the event, or at the `fit` of the event.
         """
-        start = event.time_s
+        grace_start = event.time_s
         if event.fit is not None:
             if self._fit_start is None:  # not yet in the `fit` of the event
                 return False
-            start = max(start, self._fit_start)
-        return time.monotonic() > start + _GRACE_PERIOD_S
+            grace_start = max(grace_start, self._fit_start)
+        return time.monotonic() > grace_start + _GRACE_PERIOD_S
 
 
 # TensorFlow raises one of these errors if a collective fails or is aborted.

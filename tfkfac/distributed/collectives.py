@@ -38,7 +38,7 @@ BUCKET_BYTES = 4 * 2**20
 
 
 class Communicator:
-    """Collectives of one replica within a group, in one trace.
+    """Collectives that one replica runs in a group, for one traced graph.
 
     Args:
         rank: Index of this replica in the group.

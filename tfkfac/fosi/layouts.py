@@ -195,9 +195,9 @@ class Layout(abc.ABC):
 
     def regions(self, rank: int) -> tuple[Region, Region]:
         """Regions of a worker's block in V^T and of its coefficients."""
-        first, start = (indices.start for indices in self.ranges(rank))
+        row, column = (indices.start for indices in self.ranges(rank))
         r, n = self.geometry.directions, self.geometry.size
-        return Region((r, n), (first, start)), Region((r,), (first,))
+        return Region((r, n), (row, column)), Region((r,), (row,))
 
     @abc.abstractmethod
     def project_out(

@@ -125,7 +125,7 @@ class RoleState(State):
 
     @override
     def forget(self) -> None:
-        """Drop the directions; the running estimation gives the next ones."""
+        """Drop the directions; the running estimation finds new directions."""
         # Keep `last`: the schedules of all replicas must agree.
         last = tf.identity(self.last)
         super().forget()
@@ -180,7 +180,7 @@ class MultiRoleMethod(FOSIMethod):
     def _sum_moments(
         self, groups: TraceLists[Communicator], value: tf.Tensor
     ) -> tf.Tensor:
-        """Sum moments over the replicas of the same role."""
+        """Sum moments of batches over the replicas of the same role."""
         if not self.roles.trains(self.job.rank):
             # Accelerators run no backward pass: scale the local value instead
             # of an all-reduce.
@@ -358,12 +358,12 @@ class MultiRoleMethod(FOSIMethod):
     def first(self, updates: int) -> str:
         """See `FOSIMethod.first`; an estimation takes an interval of steps."""
         timing = self.timing
-        end, interval = timing.warmup(self.states), timing.interval.get()
+        wait, interval = timing.warmup(self.states), timing.interval.get()
         if is_number(interval):
-            end += int(interval)
-            return f"the first after update {end:,}" if updates < end else ""
-        begins = f"the first begins before update {end + 1:,}"
-        return begins if updates <= end else ""
+            wait += int(interval)
+            return f"the first after update {wait:,}" if updates < wait else ""
+        text = f"the first begins before update {wait + 1:,}"
+        return text if updates <= wait else ""
 
     @override
     def role_rows(self) -> list[tuple[str, str]]:
@@ -420,12 +420,12 @@ def hand_over(
     On a worker, `spectrum` is None; returns the Ritz values and the block.
     """
     dtype, rank = layout.geometry.dtype, everyone.rank
-    first = roles.accelerators[0]
+    values_sender = roles.accelerators[0]
     values = everyone.broadcast(
         None if spectrum is None else [spectrum.values],
         [tf.TensorSpec([layout.geometry.directions], dtype)],
-        first,
-        (*roles.workers, first),
+        values_sender,
+        (*roles.workers, values_sender),
     )
     received_pieces: list[tf.Tensor] = []
     for worker, accelerator, rows, elements, start in pieces(layout, roles):

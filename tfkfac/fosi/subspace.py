@@ -192,7 +192,7 @@ class Subspace(Slots):
 
 
 def is_strong(values: tf.Tensor) -> tf.Tensor:
-    """True for directions whose curvature is large enough to be inverted."""
+    """Return True for directions with curvature large enough to invert."""
     sizes = tf.abs(values)
     return sizes > _WEAK * tf.reduce_max(sizes)
 
@@ -249,7 +249,7 @@ class State(Slots):
 class Timing:
     """Schedule of the estimations, in updates of the weights."""
 
-    warmup_steps: int | None  # None: a fraction of the run
+    warmup_steps: int | None  # None: the default warm-up
     interval: Hyperparameter  # None: a single estimation
 
     def warmup(self, states: Sequence[State]) -> int:
@@ -276,7 +276,7 @@ class Timing:
         return ends & tf.not_equal(clock, state.last)
 
     def _since_warmup(self, clock: tf.Tensor, state: State) -> tf.Tensor:
-        """Updates since the warm-up."""
+        """Return the number of updates since the warm-up."""
         if self.warmup_steps is not None:
             return clock - self.warmup_steps
         warmup = tf.convert_to_tensor(state.warmup)
@@ -324,7 +324,7 @@ class NewtonRate:
             largest.assign(tf.maximum(largest, _inner_rate(job)))
 
     def at(self, job: Job, state: State) -> tf.Tensor:
-        """The rate of this step, a float64 scalar."""
+        """Return the rate of the Newton step, a float64 scalar."""
         alpha = self.alpha.at(job.clock)
         if not is_number(self.alpha.get()):
             return alpha

@@ -42,12 +42,12 @@ def is_plain_sgd(job: Job) -> bool:
 
 
 def has_momentum(job: Job) -> bool:
-    """True for plain SGD with momentum."""
+    """Return True if the inner optimizer is plain SGD with momentum."""
     return is_plain_sgd(job) and job.inner_optimizer.momentum > 0
 
 
 def flat_momentum(job: Job, length: int) -> tf.Tensor | None:
-    """Plain SGD's momentum as a vector padded to `length`, or None."""
+    """Return plain SGD's momentum as a vector padded to `length`, or None."""
     if not has_momentum(job):
         return None
     weights = job.model.trainable_variables
@@ -251,10 +251,10 @@ class SplitUpdate:
         weights = model.trainable_variables
         space, length = flat_space(weights), self.state.layout.length
         order = indices_in(self.step, weights)
-        before = [tf.identity(v.value) for v in weights]
+        old_values = [tf.identity(v.value) for v in weights]
 
         def add() -> None:
-            changes = map(tf.subtract, [v.value for v in weights], before)
+            changes = map(tf.subtract, [v.value for v in weights], old_values)
             change = space.join(list(changes), length)
             # Weights without a gradient stay unchanged.
             added = zero_unless_finite(correction(change))

@@ -131,9 +131,9 @@ class GaussNewtonMethod(Method):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.states: tuple[State, ...] = ()
-        self.conditions: Conditions | None = None  # the model in `minimize`
         # Outputs, and scalars of a forward pass, per example; set in a trace.
         self.outputs, self.activations = 1, 0
+        self.conditions: Conditions | None = None  # the model in `minimize`
 
     # ------------------------------------------------------------ the step
     @override

@@ -139,14 +139,14 @@ class Jacobian:
         block = max(self.block // rows.size, 1)
 
         def add(first: tf.Tensor, gradient: tf.Tensor, *sums: Any) -> Any:
-            end = tf.minimum(first + block, examples)
-            jacobian = output_rows(first, end)
-            column = tf.reshape(slopes[first:end], [-1, 1])
+            stop = tf.minimum(first + block, examples)
+            jacobian = output_rows(first, stop)
+            column = tf.reshape(slopes[first:stop], [-1, 1])
             gradient += tf.matmul(flat(jacobian), column, transpose_a=True)[
                 :, 0
             ]
-            block_bands = bands(flat(rows.apply_root(jacobian, first, end)))
-            return end, gradient, *map(tf.add, sums, block_bands)
+            block_bands = bands(flat(rows.apply_root(jacobian, first, stop)))
+            return stop, gradient, *map(tf.add, sums, block_bands)
 
         _, *sums = tf.while_loop(
             lambda first, *_: first < examples,
@@ -184,7 +184,7 @@ class Jacobian:
         return tf.concat([tf.reshape(y, [-1]) for y in weighed], 0)
 
     def pull(self, vector: tf.Tensor) -> tf.Tensor:
-        """`K^T v` for v of shape `(m,)`, by blockwise backward passes."""
+        """Return `K^T v` for v of shape `(m,)` by blockwise backward passes."""
         sizes = [rows.size * rows.examples for rows in self.rows]
         pairs = zip(self.rows, tf.split(vector, sizes), strict=True)
         return tf.add_n([self._pull(rows, v) for rows, v in pairs])
@@ -391,7 +391,7 @@ class Objective:
     def total(
         self, matrix: tf.Tensor, gradient: tf.Tensor, loss: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Sum over all replicas, with a triangle of the symmetric matrix."""
+        """Sum over all replicas, sending a triangle of the symmetric matrix."""
         group = self.step.group
         if group.size == 1:
             return matrix, gradient, loss
@@ -493,5 +493,5 @@ def scale_of(terms: LossTerms, share: tf.Tensor, replicas: int) -> tf.Tensor:
 
 
 def as_float64(loss: tf.Tensor) -> tf.Tensor:
-    """Sum to a float64 scalar: an empty batch has an unreduced loss."""
+    """Sum a loss to a scalar: Keras leaves the loss of an empty batch empty."""
     return tf.cast(tf.reduce_sum(loss), tf.float64)

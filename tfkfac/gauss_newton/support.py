@@ -262,12 +262,12 @@ class Limits(NamedTuple):
         scalars = _MATRICES * m * m + m * self._row(RESIDUALS)
         size, unit = unit_of(self.max_bytes)
         need = tf.cast(self.dtype.size * scalars, tf.float64) / size
-        before, after = self.refusal(RESIDUALS, _NEED).split(_NEED)
-        pieces = [before, tf.strings.as_string(need, 2), f" {unit}", after]
+        prefix, suffix = self.refusal(RESIDUALS, _NEED).split(_NEED)
+        pieces = [prefix, tf.strings.as_string(need, 2), f" {unit}", suffix]
         return refuse(m > self.max_residuals(), tf.strings.join(pieces))
 
     def _row(self, space: str) -> int:
-        """Return the number of scalars in memory per row."""
+        """Return the number of scalars in memory per row of K."""
         return _COPIES[space] * self.weights + self.activations
 
     def refusal(self, space: str, need: str) -> str:
