@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 Array = np.ndarray[Any, Any]
-LBFGS, LEAST_SQUARES = "lbfgs", "least_squares"  # SciPy's
-MAX_STEPS = 10**7  # the time ends before
+LBFGS, LEAST_SQUARES = "lbfgs", "least_squares"  # solvers of SciPy
+MAX_STEPS = 10**7  # not reached: the time limit ends the training
 
 
 @dataclasses.dataclass
@@ -38,10 +38,10 @@ class Race:
 
 
 class Clock(keras.callbacks.Callback):
-    """Measures the error at growing intervals, and ends the training.
+    """Measure the error at growing intervals, and end the training.
 
     Args:
-        error: Returns the error.
+        error: Function that returns the error.
         seconds: Processor seconds of the training.
 
     Attributes:
@@ -56,7 +56,7 @@ class Clock(keras.callbacks.Callback):
         self.start = time.process_time()
 
     def tick(self) -> None:
-        """End a step."""
+        """Count a step; record the error if its interval is over."""
         self.steps += 1
         now = time.process_time() - self.start
         race, self.is_over = self.race, now > self.limit
@@ -114,7 +114,7 @@ class Flat:
 
 
 class _Ended(Exception):
-    """The time is over."""
+    """Raised to stop SciPy when the time is over."""
 
 
 def lbfgs(model: keras.Model, data: tuple[Any, Any], clock: Clock) -> None:
@@ -142,7 +142,7 @@ def lbfgs(model: keras.Model, data: tuple[Any, Any], clock: Clock) -> None:
         if clock.is_over:
             raise StopIteration
 
-    # It also ends where it finds no lower loss.
+    # L-BFGS-B may also end before the time: if it finds no lower loss.
     options = {"maxiter": MAX_STEPS, "maxfun": MAX_STEPS, "maxcor": 50}
     optimize.minimize(
         objective,

@@ -66,7 +66,7 @@ class Spectrum(keras.callbacks.Callback):
 
 
 def plot(values: dict[int, np.ndarray], path: str) -> None:
-    """Plot the largest values above the smallest."""
+    """Plot the largest Ritz values in a panel above the smallest."""
     figure = Figure(figsize=(7, 6), layout="constrained")
     lines = np.stack([*values.values()])
     for axes, name, part in zip(

@@ -23,11 +23,11 @@ from targets.run import FINAL, Run
 from targets.training import Training, load
 
 ADAM_RATE = 2e-3
-MAX_STEPS = 10**6  # the time of Adam ends before
+MAX_STEPS = 10**6  # not reached: the time limit ends the training
 EVALUATIONS = 4
 SHADES = " .:-=+*%@"
 SHOWN = 3  # digits in the terminal
-PLOTTED = 10
+PLOTTED = 10  # digits in the plot
 
 
 def main() -> None:
@@ -87,8 +87,8 @@ def report(name: str, record: Mapping[str, Mapping[str, list[float]]]) -> float:
 def outputs(model: keras.Model, digits: np.ndarray) -> np.ndarray:
     """Return reconstructed digits."""
     logits = model.predict(digits, verbose=0)
-    found = keras.ops.convert_to_numpy(keras.ops.sigmoid(logits))
-    return found.reshape(-1, 28, 28)
+    pixels = keras.ops.convert_to_numpy(keras.ops.sigmoid(logits))
+    return pixels.reshape(-1, 28, 28)
 
 
 def show(images: Mapping[str, np.ndarray]) -> None:
@@ -97,10 +97,10 @@ def show(images: Mapping[str, np.ndarray]) -> None:
     print("\n" + "".join(f"{name:{width}}" for name in images).rstrip())
     for number in range(SHOWN):
         picture = np.concatenate(
-            [part[number] for part in images.values()], axis=1
+            [pictures[number] for pictures in images.values()], axis=1
         )
         shades = (picture * (len(SHADES) - 1)).round().astype(int)
-        for row in shades[::2]:  # a character is twice as high as wide
+        for row in shades[::2]:  # a character is twice as high as a pixel
             if text := "".join(SHADES[shade] for shade in row).rstrip():
                 print(text)
         print()

@@ -32,18 +32,17 @@ from command import machine
 
 TOOLS = pathlib.Path(__file__).parent
 STEPS = 12
-# Allowed distance to the CPU's weights, over the distance of these from the
-# initial weights. XLA on a CPU is off by 4e-7 to 2e-5, and by 8e-3 with
-# spectral steps, where the smallest singular values count as much as the
-# largest.
+# Upper bound of |w_gpu - w_cpu| / |w_cpu - w_initial|. XLA on a CPU has 4e-7 to
+# 2e-5, and 8e-3 with spectral steps, which give the smallest and the largest
+# singular values equal weight.
 CLOSE, CLOSE_SPECTRAL = 1e-3, 0.05
-LIMIT_S = 900.0  # of a process
+LIMIT_S = 900.0  # timeout of a process
 MODELS = ("M1", "M2", "M3", "M4")
 VARIANTS = ("sgd", "adam", "muon", "kfac-inverse", "kfac-eigen", "fosi-adam")
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 OFTEN = {"factor_update_interval": 1, "inverse_update_interval": 3}
-# Optimizers by class and arguments. FOSI's 37 Lanczos steps are all dimensions,
-# so that its directions do not depend on the random start.
+# Class and arguments of each optimizer. FOSI makes 37 Lanczos steps for 37
+# weights, so that its directions do not depend on the random start vector.
 OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "kfac inverse": ("KFAC", OFTEN | {"learning_rate": 0.1}),
     "kfac eigen": (
@@ -91,12 +90,12 @@ def run_process(command: Sequence[str], **variables: str) -> str:
 
 
 def run_part(task: Mapping[str, Any], on_cpu: bool = False) -> Record:
-    """Run a function of `PARTS` in a process, or in one for each worker."""
+    """Run a function of `PARTS` in a new process for each worker."""
     command = [sys.executable, __file__, "--part", json.dumps(task)]
     if task.get("workers", 1) > 1:
         launch = [sys.executable, str(TOOLS / "launch.py")]
         command = [*launch, str(task["workers"]), "--", *command]
-    # TensorFlow finds no GPU that is not visible.
+    # Hide the GPUs from TensorFlow.
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
     *_, last = run_process(command, **hidden).splitlines()
     record: Record = json.loads(last[last.index("{") :])
@@ -106,7 +105,7 @@ def run_part(task: Mapping[str, Any], on_cpu: bool = False) -> Record:
 def check_training(
     optimizer: str, close: float = CLOSE, **task: Any
 ) -> Callable[[], Record]:
-    """Return a check that trains and compares the weights with a CPU's."""
+    """Return a check that trains and compares with weights of a CPU."""
 
     def check() -> Record:
         with tempfile.TemporaryDirectory() as folder:
@@ -139,10 +138,10 @@ def check_training(
 
 
 def distance(file: str, reference: str) -> float:
-    """Distance of two results over the way of the second."""
+    """Return |a - b| / |b - start| for the weights of two results."""
     with np.load(file) as a, np.load(reference) as b:
-        way = np.linalg.norm(b["end"] - b["start"])
-        return float(np.linalg.norm(a["end"] - b["end"]) / way)
+        length = np.linalg.norm(b["end"] - b["start"])
+        return float(np.linalg.norm(a["end"] - b["end"]) / length)
 
 
 def check_memory() -> Record:
@@ -168,7 +167,7 @@ def check_steps() -> Record:
     return {"seen": f"{len(rows)} rows above", "rows": rows}
 
 
-# By name: number of GPUs that it needs, and the check.
+# By name: number of GPUs that a check needs, and the check.
 CHECKS: Mapping[str, tuple[int, Callable[[], Record]]] = {
     "KFAC, Cholesky": (0, check_training("kfac inverse")),
     "KFAC, eigen": (0, check_training("kfac eigen")),
@@ -210,7 +209,7 @@ def facts(task: Mapping[str, Any]) -> Record:
 def train(task: Mapping[str, Any]) -> Record:
     """Train on one batch repeatedly; write the weights to a file."""
     index = 0
-    if task.get("replicas") == "workers":  # a GPU for each
+    if task.get("replicas") == "workers":  # one GPU per worker
         index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
         os.environ["CUDA_VISIBLE_DEVICES"] = str(index)
     import keras
@@ -218,7 +217,7 @@ def train(task: Mapping[str, Any]) -> Record:
 
     gpus = tf.config.list_physical_devices("GPU")
     strategy = strategy_of(task.get("replicas"))
-    # TensorFloat-32 has ten bits of mantissa: no CPU has its results.
+    # TensorFloat-32 has only ten bits of mantissa: no CPU has equal results.
     tf.config.experimental.enable_tensor_float_32_execution(False)
     keras.utils.set_random_seed(0)
     if task.get("policy"):
@@ -239,7 +238,7 @@ def train(task: Mapping[str, Any]) -> Record:
 
 
 def strategy_of(replicas: str | None) -> Any:
-    """Return the strategy; two replicas are parts of the CPU without GPUs."""
+    """Return the strategy; without GPUs, two replicas share the CPU."""
     import tensorflow as tf
 
     import tfkfac
@@ -274,7 +273,7 @@ def make_optimizer(name: str) -> Any:
 def problem(name: str) -> tuple[Any, np.ndarray, np.ndarray, Any]:
     """Return a model, inputs, targets and the loss for an optimizer.
 
-    K-FAC has images and convolutions, the others a small regression.
+    K-FAC trains convolutions on images, other optimizers a regression.
     """
     import keras
     from keras import layers

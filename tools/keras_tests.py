@@ -41,15 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--source", type=pathlib.Path, help="a .tar.gz file")
-    options, others = parser.parse_known_args(arguments)
+    options, pytest_arguments = parser.parse_known_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        place = pathlib.Path(folder)
-        tests = extract_tests(options.source or download(place), place)
+        root = pathlib.Path(folder)
+        tests = extract_tests(options.source or download(root), root)
         with kfac_in_compile():
             return pytest.main(
-                [*map(str, tests), f"--rootdir={place}", "-c", "/dev/null",
+                [*map(str, tests), f"--rootdir={root}", "-c", "/dev/null",
                  "--import-mode=importlib", "-p", "no:cacheprovider", "-rA",
-                 *others],
+                 *pytest_arguments],
             )  # fmt: skip
 
 
@@ -67,12 +67,12 @@ def extract_tests(
     source: pathlib.Path, folder: pathlib.Path
 ) -> list[pathlib.Path]:
     """Extract the tests of callbacks from a source distribution."""
-    wanted = {f"{name}_test.py" for name in FILES}
+    file_names = {f"{name}_test.py" for name in FILES}
     tests = []
     with tarfile.open(source) as archive:
         for member in archive:
             path = pathlib.PurePosixPath(member.name)
-            if path.name in wanted and path.parent.name == "callbacks":
+            if path.name in file_names and path.parent.name == "callbacks":
                 archive.extract(member, folder, filter="data")
                 tests.append(folder / path)
     return sorted(tests)
@@ -81,7 +81,7 @@ def extract_tests(
 @contextlib.contextmanager
 def kfac_in_compile() -> Iterator[None]:
     """Replace the optimizer of each `Model.compile` by K-FAC."""
-    # `load_model` compares a model's `compile` with that of this class.
+    # Patch the class whose `compile` method `load_model` compares.
     owner = next(c for c in keras.Model.__mro__ if "compile" in vars(c))
     original = owner.compile
 
@@ -102,7 +102,7 @@ def in_place_of(optimizer: Any) -> Any:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         inner = in_place_of(optimizer.inner_optimizer)
         return keras.optimizers.LossScaleOptimizer(inner)
-    if isinstance(optimizer, tfkfac.KFAC):  # of a loaded model
+    if isinstance(optimizer, tfkfac.KFAC):  # from a loaded model
         return optimizer
     if isinstance(optimizer, str):
         return tfkfac.KFAC()

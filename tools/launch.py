@@ -34,19 +34,20 @@ from typing import Any
 from local_worker import LOG_LEVEL, Guard, Worker, write_line
 
 NAME = pathlib.Path(__file__).name
-# SIGPIPE: nobody reads the output.
+# SIGPIPE means that no process reads the output.
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE
 # Time from a signal to SIGKILL; LONG_GRACE_S after SIGTERM to the launcher, in
 # which workers can save their state.
 GRACE_S, LONG_GRACE_S = 3.0, 30.0
-EARLY_S = 5.0  # delay of the message that a worker has ended before the others
-CANNOT_RUN = 127  # exit code, as of a shell
+EARLY_S = 5.0  # until a worker that ends before other workers is reported
+CANNOT_RUN = 127  # exit code of a shell that cannot run a command
 
 
 class Signals:
     """The stop signals that this process has received.
 
-    They are polled: an exception could lose a worker that is just started.
+    The launcher polls the signals: an exception in a signal handler could lose
+    a worker that is just started.
     """
 
     def __init__(self) -> None:
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def say(message: str) -> None:
-    """Write a message of this script."""
+    """Print a message with the name of this script."""
     write_line(sys.stderr, f"{NAME}: {message}")
 
 
@@ -110,8 +111,8 @@ def run(
 
 
 def wait(workers: Sequence[Worker], signals: Signals) -> int:
-    """Return the code of the first failure or signal, else 0 at the end."""
-    early: dict[str, float] = {}  # time of the message, by worker
+    """Return the exit code of the first failure or signal; else 0."""
+    early: dict[str, float] = {}  # when to report a worker, by name
     while not signals.received:
         codes = [worker.process.poll() for worker in workers]
         for worker, code in zip(workers, codes, strict=True):
@@ -140,13 +141,13 @@ def stop(workers: Sequence[Worker], signals: Signals) -> None:
         worker.signal(
             signal.SIGINT if first == signal.SIGINT else signal.SIGTERM
         )
-    known = len(signals.received)
+    num_signals = len(signals.received)
     grace_s = LONG_GRACE_S if first == signal.SIGTERM else GRACE_S
     deadline = time.monotonic() + grace_s
     while (
         any(worker.is_running for worker in workers)
         and time.monotonic() < deadline
-        and len(signals.received) == known
+        and len(signals.received) == num_signals
     ):
         time.sleep(0.02)
     for worker in workers:
@@ -163,15 +164,15 @@ def environments(count: int) -> Iterator[dict[str, str]]:
     common.setdefault("PYTHONUNBUFFERED", "1")
     common.setdefault("TFKFAC_SECRET", secrets.token_hex(32))
     common.setdefault(LOG_LEVEL, "2")
-    # gRPC would ask a proxy for local addresses, too.
+    # Exclude local addresses: gRPC would connect to them by the proxy.
     for name in ("no_proxy", "NO_PROXY"):
-        known = common.get(name)
-        common[name] = f"{known},127.0.0.1" if known else "127.0.0.1"
+        hosts = common.get(name)
+        common[name] = f"{hosts},127.0.0.1" if hosts else "127.0.0.1"
     if sys.prefix != sys.base_prefix:
         scripts = str(pathlib.Path(sys.executable).parent)
         path = common.get("PATH", os.defpath)
         common["PATH"] = scripts + os.pathsep + path
-    # All are open while they are chosen, so that they are distinct.
+    # Open all sockets before closing any, so that the ports are distinct.
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
     for s in sockets:

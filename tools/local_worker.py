@@ -1,4 +1,4 @@
-"""A worker process on this machine, with its output."""
+"""Run a worker process on this machine and copy its output."""
 
 import os
 import re
@@ -11,14 +11,14 @@ from typing import IO, TextIO
 
 LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 0: all messages of TensorFlow
 STYLE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# Messages of TensorFlow's start at any log level: those before it reads the
-# level, and the error that there is no driver of a GPU.
+# Messages that TensorFlow prints at any log level: messages before it reads the
+# level, and the error that no GPU driver is installed.
 CHATTER = re.compile(
     r"WARNING: All log messages before absl::|I\d{4} [\d:.]+ +\d+ \w+\.cc:|"
     r"E\d{4} .*failed call to cuInit.*\(303\)$"
 )
-# Reads process groups; kills them if the input ends without "done", that is, if
-# the launcher has died.
+# Shell script that reads process groups, and kills them if its input ends
+# without "done": then the launcher has died.
 GUARD = """
 while read -r group; do
     [ "$group" = done ] && exit 0
@@ -26,11 +26,11 @@ while read -r group; do
 done
 [ -n "$groups" ] && kill -s KILL -- $groups
 """
-_lock = threading.Lock()  # of the output
+_lock = threading.Lock()  # held while a line is written
 
 
 def write_line(stream: TextIO, text: str) -> None:
-    """Write a line; without styles if the stream is no terminal."""
+    """Write a line, without colours unless the stream is a terminal."""
     with _lock:
         stream.write((text if stream.isatty() else STYLE.sub("", text)) + "\n")
         stream.flush()
@@ -71,7 +71,7 @@ class Worker:
             thread.start()
 
     def _copy(self, pipe: IO[bytes], stream: TextIO) -> None:
-        """Copy lines; of a progress bar, the last state of worker 0."""
+        """Copy lines; copy only the last state of worker 0's progress bars."""
         try:
             for raw in pipe:
                 line = raw.decode("utf-8", "replace").rstrip("\r\n")
@@ -96,7 +96,7 @@ class Worker:
             os.killpg(self.process.pid, number)
 
     def finish_output(self) -> None:
-        """Wait for the rest of the output, but not for silent orphans."""
+        """Wait up to 1 s for output; children may keep the pipe open longer."""
         for thread in self._threads:
             thread.join(timeout=1.0)
 

@@ -38,7 +38,8 @@ RACERS = {
     "tf_levenberg_marquardt": "tf-levenberg-marquardt",
     "adam": "Adam",
 }
-# In the README between `<!-- --8<-- [start:NAME] -->` and `[end:NAME]`.
+# Generated parts of the README: text between the comments `[start:NAME]` and
+# `[end:NAME]`.
 PARTS = {
     "headline": report.headline,
     "muon": report.against_muon,
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write() -> None:
-    """Write the page and the README's parts."""
+    """Write the page of results and the generated parts of the README."""
     PAGE.write_text(page(json.loads(RECORDS.read_text())))
     README.write_text(with_parts(README.read_text()))
 
@@ -75,7 +76,7 @@ def commands() -> Iterator[str]:
 
 
 def with_parts(text: str) -> str:
-    """Return the text of the README with the parts of the records."""
+    """Return the README with its generated parts replaced."""
     runs = Records(TRAININGS).runs
     for name, function in PARTS.items():
         start, end = (f"<!-- --8<-- [{m}:{name}] -->" for m in ("start", "end"))
@@ -86,7 +87,7 @@ def with_parts(text: str) -> str:
 
 
 def page(records: Mapping[str, Any]) -> str:
-    """Return the page of all records."""
+    """Return the page of results in Markdown."""
     parts = [
         "<!-- Written by tools/results.py from the records. -->",
         "# Results",
@@ -144,7 +145,7 @@ def _matrix() -> Iterator[str]:
 def race_table(
     races: Sequence[Mapping[str, Any]],
 ) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Return median errors at each mark: a row a problem, a column a racer."""
+    """Return median errors at 6, 20 and 60 s by problem and optimizer."""
     marks = ("6 s", "20 s", "60 s")
     cells: dict[str, dict[str, str]] = {}
     for race in races:
@@ -169,7 +170,7 @@ def _short(method: str) -> str:
 def examples_table(
     records: Sequence[Mapping[str, Any]],
 ) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Return means over the seeds: a row a program."""
+    """Return a row for each program, with means over the seeds."""
     programs: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for record in records:
         methods = programs.setdefault(record["program"], {})

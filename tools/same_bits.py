@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 if __name__ == "__main__":
-    # One thread each: the order of sums over threads varies.
+    # Use one thread: several threads sum in an order that varies.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
     os.environ["TF_NUM_INTRAOP_THREADS"] = "1"
@@ -36,7 +36,7 @@ import tfkfac
 from launch import environments
 
 STEPS, BATCH = 20, 16
-# Processes, and replicas of each process.
+# By place: number of processes, and of replicas in each process.
 PLACES = {"process": (1, 1), "replicas": (1, 2), "two": (2, 1), "four": (4, 1)}
 Data = tuple[Any, Any]
 layers, losses = keras.layers, keras.losses
@@ -47,12 +47,12 @@ SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 
 
 def classes(logits: bool = True) -> Any:
-    """The cross-entropy of class numbers."""
+    """Return the cross-entropy of integer labels."""
     return losses.SparseCategoricalCrossentropy(from_logits=logits)
 
 
 def dense(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
-    """Two dense layers, one with a penalty, and classes."""
+    """Classify with two dense layers, the first with an L2 penalty."""
     model = keras.Sequential(
         [
             keras.Input((9,)),
@@ -65,7 +65,7 @@ def dense(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
 
 
 def regression(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
-    """Dense layers without a bias here and there, and squared errors."""
+    """Fit squared errors with dense layers, the first without a bias."""
     model = keras.Sequential(
         [
             keras.Input((5,)),
@@ -79,7 +79,7 @@ def regression(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
 
 
 def image(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
-    """Convolutions of all kinds, normalisation and a softmax."""
+    """Classify images with all convolutions and batch normalisation."""
     model = keras.Sequential(
         [
             keras.Input((8, 8, 2)),
@@ -100,7 +100,7 @@ def image(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
 
 
 def tokens(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
-    """Attention over embedded tokens, padded, with a loss a token."""
+    """Apply attention to padded tokens, with a loss for each token."""
     ids = keras.Input((6,), dtype="int32")
     x = layers.Embedding(11, 8, mask_zero=True)(ids)
     x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
@@ -111,7 +111,7 @@ def tokens(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
 
 
 def recurrent(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
-    """A recurrent layer, which has no block, and two outputs with weights."""
+    """Train an LSTM, which has no curvature block, with two weighted losses."""
     inputs = keras.Input((5, 3))
     shared = layers.Dense(6, "tanh")
     x = layers.LSTM(4)(shared(shared(layers.Dense(6)(inputs))))
@@ -135,7 +135,7 @@ def recurrent(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
 
 
 def scalar_loss(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
-    """A loss of the user's own that returns one number."""
+    """Regression with a custom loss that returns a scalar."""
     model, data, _ = regression(draw)
 
     def loss(y: Any, p: Any) -> Any:
@@ -151,7 +151,7 @@ MODELS: dict[str, Callable[..., tuple[Any, Data, dict[str, Any]]]] = {
 
 
 def spread(distribution: str, fraction: Any = None, **arguments: Any) -> Any:
-    """K-FAC, spread over workers in some way."""
+    """Return K-FAC with a distribution over workers."""
     names = {"assignment", "symmetric", "factor_dtype", "inverse_dtype"}
     wire = {k: arguments.pop(k) for k in names & set(arguments)}
     mode = tfkfac.Distribution(distribution, fraction, **wire)
@@ -176,7 +176,7 @@ BFLOAT16: Any = {"factor_dtype": "bfloat16", "inverse_dtype": "bfloat16"}
 
 
 def scheduled() -> Any:
-    """K-FAC with schedules of the rate, the damping and the clip."""
+    """Return K-FAC with schedules of learning rate, damping and clip."""
     schedules = keras.optimizers.schedules
     return KFAC(
         schedules.ExponentialDecay(0.1, 5, 0.8),
@@ -186,7 +186,7 @@ def scheduled() -> Any:
 
 
 def scaled() -> Any:
-    """K-FAC with a loss scale."""
+    """Return K-FAC with a loss scale of 1024."""
     return tfkfac.LossScaleOptimizer(KFAC(step="natural"), 1024.0)
 
 
@@ -297,7 +297,7 @@ def runs_of(place: str, only: str) -> Iterator[tuple[str, str, Any, Any]]:
 
 
 def strategy_of(place: str) -> Any:
-    """Return the strategy of a place."""
+    """Return the strategy for the processes and replicas of a place."""
     workers, replicas = PLACES[place]
     if workers > 1:
         return tfkfac.MultiWorkerMirroredStrategy()
@@ -335,7 +335,7 @@ def train(
 
 
 def run_place(place: str, only: str, file: str) -> None:
-    """Make all runs of a place; the first worker writes the results."""
+    """Train all runs of a place; the first worker writes the results."""
     strategy = strategy_of(place)
     results: dict[str, Any] = {}
     for name, model, optimizer, options in runs_of(place, only):
@@ -367,7 +367,7 @@ def all_runs(only: str) -> dict[str, Any]:
     """Return the results of the runs of all places."""
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        # One process beside two workers; four workers alone.
+        # Run at most four processes at a time.
         for places in (("process", "two"), ("replicas",), ("four",)):
             started = {}
             for place in places:
@@ -393,8 +393,8 @@ def compare(old: Any, new: Any, only: str) -> Iterator[str]:
             yield f"only {'before' if after in old else 'after'}: {name}"
         elif not all(np.array_equal(old[k], new[k], True) for k in keys):
             a, b = old[after], new[after]
-            way = np.linalg.norm(a - old[before])
-            gap = np.linalg.norm(a - b) / way if a.shape == b.shape else np.inf
+            path = np.linalg.norm(a - old[before])
+            gap = np.linalg.norm(a - b) / path if a.shape == b.shape else np.inf
             yield f"DIFFERS: {name}, by {gap:.1e} of the way"
 
 

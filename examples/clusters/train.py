@@ -16,7 +16,7 @@ import tfkfac
 
 
 def train(directory: str, epochs: int) -> str:
-    """Trains a classifier of digits; returns what became of it."""
+    """Train a classifier of digits; return a line about the result."""
     strategy = tfkfac.MultiWorkerMirroredStrategy()
     worker = strategy.cluster_resolver.task_id or 0
     x, y = load_digits(return_X_y=True)
@@ -31,7 +31,7 @@ def train(directory: str, epochs: int) -> str:
     history = model.fit(
         x.astype("float32") / 16,
         y,
-        batch_size=64,  # of all workers together
+        batch_size=64,  # total of all workers
         epochs=epochs,
         shuffle=False,
         verbose=0 if worker else 2,

@@ -1,4 +1,4 @@
-"""What the examples share: data, models, the command line and the table.
+"""Code shared by the examples: data, models, command line, result table.
 
-Nothing of it is needed to use tfkfac: see quickstart.py.
+Using tfkfac needs none of this code: see quickstart.py.
 """

@@ -92,7 +92,7 @@ class Experiment(NamedTuple):
 
 
 def optimizer(name: str, **arguments: Any) -> str:
-    """Return a value of `--optimizer`."""
+    """Format an optimizer and its arguments as a value of `--optimizer`."""
     pairs = (
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
         for key, value in arguments.items()
@@ -101,14 +101,14 @@ def optimizer(name: str, **arguments: Any) -> str:
 
 
 def _state(name: str) -> Callable[[Sequence[Record]], float]:
-    """Return a measure: MB of state of the worker that has most."""
+    """Return a function: largest state of a worker, in MB."""
     return lambda workers: max(
         worker["state_bytes"].get(name, 0) / 1e6 for worker in workers
     )
 
 
 def _received(step: str) -> Callable[[Sequence[Record]], float]:
-    """Return a measure: MB that a worker receives at most in a step."""
+    """Return a function: most MB that a worker receives in a step."""
     return lambda workers: max(
         sum(worker["communication_bytes"][step].values()) / 1e6
         for worker in workers
@@ -120,7 +120,7 @@ def _cpu_to_target(workers: Sequence[Record]) -> float | None:
     return steps and workers[0]["cpu_seconds"][steps - 1]
 
 
-# The first worker is the chief.
+# Functions of the records of all workers; the first worker is the chief.
 MEASURES: Mapping[str, Callable[[Sequence[Record]], float | None]] = {
     "metric": lambda workers: workers[0]["evaluations"][-1]["metric"],
     "seconds": lambda workers: workers[0]["seconds"][-1],

@@ -1,4 +1,4 @@
-"""Greeting of a worker, proof of a shared secret, keys for later messages.
+"""Authenticate the workers and worker 0 to each other by a shared secret.
 
 Each side proves that it knows the secret by HMAC-SHA256 over its role, the
 whole greeting and a fresh random number (nonce) of each side. The keys of
@@ -19,13 +19,13 @@ from typing import Any
 from tfkfac.cluster.config import split_address
 
 SECRET_VARIABLE = "TFKFAC_SECRET"
-# Role of the sender of a proof or of messages. The values enter the HMAC.
+# Roles of the two ends of a connection. Each HMAC covers the sender's role.
 WORKER_0, PEER = "worker 0", "peer of worker 0"
 _NONCE_BYTES = 16
 
 
 def read_secret(environment: Mapping[str, str]) -> bytes:
-    """Return the secret of the job; b"" if the variable is not set.
+    """Return the secret of the job from `TFKFAC_SECRET`; b"" if it is unset.
 
     A value that begins with "/" is the path of a file that contains the
     secret.
@@ -42,7 +42,7 @@ def read_secret(environment: Mapping[str, str]) -> bytes:
     except OSError as error:
         secret, cause = b"", str(error.strerror)
     if not secret:
-        # Do not print the value: the user may have set a secret with "/".
+        # Do not print the value: it may be a secret that begins with "/".
         raise ValueError(
             f"Environment variable `{SECRET_VARIABLE}` must be a secret, or "
             f"the path of a file with one. Received: a value that begins with "
@@ -79,7 +79,7 @@ class Greeting:
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> "Greeting":
-        """Validate the first message of an unknown peer.
+        """Parse and validate the greeting in a received message.
 
         Raises:
             ValueError: If the message is not a greeting. The error text does
@@ -127,11 +127,11 @@ class Session:
         self._transcript = json.dumps(content, sort_keys=True)
 
     def prove(self, role: str) -> str:
-        """Return the proof that a role (`WORKER_0`, `PEER`) sends."""
+        """Return the proof of the secret that `role` sends to the other end."""
         return self._derive("proof", role).hex()
 
     def verify(self, role: str, proof: object) -> bool:
-        """Return True if `proof` is the valid proof of the role."""
+        """Return True if `proof` is the proof that `role` must send."""
         if not isinstance(proof, str):
             return False
         return hmac.compare_digest(
@@ -139,15 +139,15 @@ class Session:
         )
 
     def key(self, role: str) -> bytes:
-        """Return the MAC key of the messages that the role sends."""
+        """Return the MAC key of the messages that `role` sends."""
         return self._derive("key", role)
 
     def _derive(self, use: str, role: str) -> bytes:
-        text = "\n".join(["tfkfac", use, role, self._transcript])
-        return hmac.digest(self._secret, text.encode(), hashlib.sha256)
+        signed_text = "\n".join(["tfkfac", use, role, self._transcript])
+        return hmac.digest(self._secret, signed_text.encode(), hashlib.sha256)
 
 
 def sign(key: bytes, number: int, text: bytes) -> bytes:
-    """Return the hexadecimal MAC of the message with a sequence number."""
+    """Return the MAC of a message and its sequence number, in hexadecimal."""
     content = number.to_bytes(8, "big") + text
     return hmac.digest(key, content, hashlib.sha256).hex().encode()

@@ -23,11 +23,11 @@ from tfkfac.cluster.authentication import sign
 Message = dict[str, Any]
 
 _TICK_INTERVAL_S = 0.5  # between two calls of `Listener.on_tick`
-# Messages about a worker: its connection ended without notice; it exits.
+# Messages about a worker: its connection was lost; its process exits normally.
 PEER_LOST, PEER_EXITED = {"lost": True}, {"bye": True}
-MAX_MESSAGE_BYTES = 2**21  # fits the addresses of `MAX_WORKERS` workers
+MAX_MESSAGE_BYTES = 2**21  # holds the addresses of `MAX_WORKERS` workers
 _READ_BYTES = 2**16
-# Number of printed reports of malformed messages, and characters of each.
+# Maximum number of reports on malformed messages, and of characters in each.
 _MAX_REPORTS, _MAX_REPORT_CHARS = 10, 200
 # TCP keepalive: seconds of silence before the first probe, seconds between
 # probes, unanswered probes until the connection counts as lost.
@@ -51,7 +51,7 @@ class Connection:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         sock.settimeout(timeout)
-        # Nagle's algorithm would delay a second short message by 40 ms.
+        # Disable Nagle's algorithm: it delays a second short message by 40 ms.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _keep_alive(sock)
         self._socket = sock
@@ -80,13 +80,13 @@ class Connection:
         self._keys = send_key, receive_key
 
     def send(self, message: Message) -> None:
-        """Send a message, if the connection is open."""
-        text = json.dumps(message).encode()
+        """Send a message; mark the connection as closed if that fails."""
+        line = json.dumps(message).encode()
         if self._keys is not None:
-            text = sign(self._keys[0], self._num_sent, text) + b" " + text
+            line = sign(self._keys[0], self._num_sent, line) + b" " + line
             self._num_sent += 1
         try:
-            self._socket.sendall(text + b"\n")
+            self._socket.sendall(line + b"\n")
         except OSError:
             self.closed = True
 
@@ -95,28 +95,28 @@ class Connection:
 
         Also return None if the next line is malformed.
         """
-        end = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         try:
-            while (text := self.pop_line()) is None and not self.closed:
-                left = end - time.monotonic()
-                if left <= 0:
+            while (line := self.pop_line()) is None and not self.closed:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
                     break
-                self._socket.settimeout(left)
+                self._socket.settimeout(remaining_s)
                 self.read()
         finally:
             if not self.closed:
                 self._socket.settimeout(self._timeout)
         with contextlib.suppress(ValueError):
-            return None if text is None else parse(text)
+            return None if line is None else parse(line)
         return None
 
     def receive_all(self) -> list[Message | None]:
         """Read once; return all messages, None for each malformed message."""
         self.read()
         messages: list[Message | None] = []
-        while (text := self.pop_line()) is not None:
+        while (line := self.pop_line()) is not None:
             try:
-                messages.append(parse(text))
+                messages.append(parse(line))
             except ValueError:
                 messages.append(None)
         return messages
@@ -138,28 +138,28 @@ class Connection:
 
         A line that is too long, or whose MAC is wrong, ends the connection.
         """
-        end = self._received.find(b"\n")
+        line_size = self._received.find(b"\n")
         if (
-            max(end, len(self._received) if end < 0 else 0)
+            max(line_size, len(self._received) if line_size < 0 else 0)
             > self.max_message_bytes
         ):
             self._received.clear()
             self.closed = True
             return None
-        if end < 0:
+        if line_size < 0:
             return None
-        text = bytes(self._received[:end])
-        del self._received[: end + 1]
+        line = bytes(self._received[:line_size])
+        del self._received[: line_size + 1]
         if self._keys is None:
-            return text
-        mac, _, text = text.partition(b" ")
-        expected = sign(self._keys[1], self._num_received, text)
+            return line
+        mac, _, line = line.partition(b" ")
+        expected = sign(self._keys[1], self._num_received, line)
         if not hmac.compare_digest(mac, expected):
             self._received.clear()
             self.closed = True
             return None
         self._num_received += 1
-        return text
+        return line
 
 
 def parse(text: bytes) -> Message:
@@ -202,7 +202,7 @@ def _keep_alive(sock: socket.socket) -> None:
 
 
 class Listener:
-    """Receiver of messages, called by the channel's thread or `broadcast`."""
+    """Handler of messages, called by the channel's thread or `broadcast`."""
 
     def on_message(self, sender: int, message: Message) -> None:
         """Handle a message of worker `sender`."""
@@ -212,7 +212,7 @@ class Listener:
 
 
 class Channel:
-    """Broadcast of messages to all workers of a job.
+    """Broadcast messages to all workers of a job.
 
     Args:
         index: Index of this worker.
@@ -240,7 +240,7 @@ class Channel:
             target=self._run, name="tfkfac channel", daemon=True
         ).start()
         atexit.register(self.broadcast, PEER_EXITED)
-        # A copy open in a forked child would hide the end of this process.
+        # Close copies in forked children: they would hide the end of this one.
         os.register_at_fork(after_in_child=self._close_in_child)
 
     def broadcast(self, message: Message) -> None:
@@ -255,7 +255,7 @@ class Channel:
                 self._connections[0].send(message)
 
     def _relay(self, sender: int, message: Message) -> None:
-        """Deliver a message of `sender` here and to all connected workers."""
+        """Deliver a message from `sender` to all workers, as worker 0."""
         for connection in self._connections.values():
             connection.send({"from": sender, "message": message})
         self._deliver(sender, message)
@@ -330,7 +330,7 @@ class Channel:
 
     def _close_in_child(self) -> None:
         """Close all connections in a forked child."""
-        # The fork may have copied a lock that a thread of the parent holds.
+        # Replace the lock: a thread of the parent may hold it at the fork.
         self._lock = threading.RLock()
         for connection in self._connections.values():
             connection.close()

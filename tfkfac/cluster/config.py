@@ -11,13 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
-# Task types that train together, in the order of their indices.
+# Task types that train, in the order of the worker indices.
 TRAINING_TASKS = ("chief", "worker")
-EVALUATOR = "evaluator"  # task type of a process outside of the training
+EVALUATOR = "evaluator"  # type of a task that does not train
 _PARAMETER_SERVER = "ps"
 # 4096 addresses of at most 263 bytes fit into one message of `channel.py`.
 MAX_WORKERS = 2**12
-_MAX_RECEIVED_CHARS = 1000  # characters of a malformed value in a message
+_MAX_RECEIVED_CHARS = 1000  # of a malformed value, in an error
 _ADDRESS = re.compile(
     r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<host>[\w.-]{1,253}))"
     r":(?P<port>[0-9]{1,5})"
@@ -129,7 +129,7 @@ def split_address(address: str) -> tuple[str, int]:
 def _make_cluster(
     jobs: Any, task_type: str, index: Any, invalid: Callable[[str], ValueError]
 ) -> Cluster | None:
-    """Validate the addresses by task type; None for an evaluator."""
+    """Validate the cluster and the task; return None for an evaluator."""
     if not isinstance(jobs, Mapping):
         raise invalid('have a "cluster" that is an object')
     if _PARAMETER_SERVER in (task_type, *jobs):
@@ -144,11 +144,11 @@ def _make_cluster(
         )
     lists = [jobs.get(name, []) for name in TRAINING_TASKS]
     if not all(
-        isinstance(section, (list, tuple))
-        for section in (*lists, *jobs.values())
+        isinstance(addresses, (list, tuple))
+        for addresses in (*lists, *jobs.values())
     ):
         raise invalid("list the addresses of its workers")
-    addresses = [address for section in lists for address in section]
+    addresses = [address for workers in lists for address in workers]
     if not all(isinstance(address, str) for address in addresses):
         raise invalid("list the addresses of its workers")
     if len(addresses) > MAX_WORKERS:

@@ -37,17 +37,17 @@ from tfkfac.cluster.waiting import (
     quote,
 )
 
-_HEARTBEAT_INTERVAL_S = 1.0  # between two messages "missing" to a worker
-# Limit of connections without a complete greeting, which bounds memory and
-# open files. Beyond the limit worker 0 drops the oldest; a worker needs one
-# round trip for its greeting, and connects again if it is dropped.
+# Maximum number of unfinished handshakes, which bounds memory and open files.
+# Above this number worker 0 drops the oldest connection; a worker whose
+# connection is dropped connects again.
 _MAX_PENDING = 256
-# Size limit of a greeting: fixed bytes, and bytes of each worker's address.
+# Maximum size of a greeting: fixed bytes, plus bytes for each address.
 _GREETING_BYTES, _ADDRESS_BYTES = 2**16, 300
+_HEARTBEAT_INTERVAL_S = 1.0  # between two messages "missing" to a worker
 
 
 def accept_workers(cluster: Cluster, secret: bytes, wait: Wait) -> Rendezvous:
-    """Accept all other workers, as worker 0; then start all of them."""
+    """As worker 0, accept all other workers; then start all of them."""
     with (
         _listen(cluster, secret, wait) as servers,
         selectors.DefaultSelector() as selector,
@@ -65,8 +65,8 @@ def accept_workers(cluster: Cluster, secret: bytes, wait: Wait) -> Rendezvous:
                     wait.remaining(waiting.POLL_INTERVAL_S)
                 )
                 peers = [key.data for key, _ in events if key.data is not None]
-                # Read admitted connections first: if one has ended, its
-                # worker may have connected again and sent a new greeting.
+                # Read admitted connections first: a worker whose connection
+                # has ended may have sent a greeting on a new connection.
                 for peer in sorted(peers, key=lambda p: not p.is_admitted):
                     coordinator.receive(peer)
                 for key, _ in events:
@@ -83,10 +83,10 @@ def accept_workers(cluster: Cluster, secret: bytes, wait: Wait) -> Rendezvous:
         coordinator.send_all({"go": coordinator.addresses, "seed": seed})
         admitted = coordinator.release()
         # The servers are closed on return, so TensorFlow can use the port.
-        complete = dataclasses.replace(
+        full_cluster = dataclasses.replace(
             cluster, addresses=tuple(coordinator.addresses)
         )
-        return Rendezvous(complete, admitted, seed)
+        return Rendezvous(full_cluster, admitted, seed)
 
 
 class _Peer:
@@ -111,7 +111,7 @@ class _Peer:
 
 
 class _Coordinator:
-    """All connections to worker 0. A slow peer does not block other peers.
+    """Handshakes of all peers with worker 0, without blocking on a slow peer.
 
     Attributes:
         addresses: Addresses of all workers; "" for an unknown address.
@@ -152,7 +152,7 @@ class _Coordinator:
             self.send_all({"missing": missing[: waiting.MAX_NAMED + 1]})
 
     def release(self) -> dict[int, Connection]:
-        """Return the admitted connections; `close` leaves them open."""
+        """Return the connections of admitted workers, which stay open."""
         connections = {i: peer.connection for i, peer in self._admitted.items()}
         for connection in connections.values():
             self._selector.unregister(connection)
@@ -170,7 +170,8 @@ class _Coordinator:
         try:
             sock, address = server.accept()
         except OSError as error:
-            # Any other error: the connection has already ended.
+            # Out of file descriptors: drop the oldest connection. Any other
+            # error means that the new connection has already ended.
             if error.errno in (errno.EMFILE, errno.ENFILE) and self._pending:
                 self._drop(next(iter(self._pending)), "too many connections")
             return
@@ -202,20 +203,20 @@ class _Coordinator:
     def receive(self, peer: _Peer) -> None:
         """Handle the messages of a peer; drop the peer if one is invalid."""
         if not self._is_open(peer):
-            return  # dropped after the selector returned it
+            return  # dropped since the selector returned
         peer.connection.read()
         while (
             self._is_open(peer)
-            and (text := peer.connection.pop_line()) is not None
+            and (line := peer.connection.pop_line()) is not None
         ):
             try:
                 if peer.is_admitted:
                     raise ValueError("it has sent a message before the start")
-                self._handle_handshake(peer, parse(text))
+                self._handle_handshake(peer, parse(line))
             except RefusedError:
                 raise
             except ValueError as error:
-                self._drop(peer, f"{error}: {quote(text)}")
+                self._drop(peer, f"{error}: {quote(line)}")
         if peer.connection.closed and self._is_open(peer):
             self._drop(peer, self._disconnect_reason(peer))
 
@@ -246,10 +247,10 @@ class _Coordinator:
         peer.is_admitted = False
         self._selector.unregister(peer.connection)
         peer.connection.close()
-        text = f"{name} from {peer.host} port {peer.port}: {reason}"
+        description = f"{name} from {peer.host} port {peer.port}: {reason}"
         if peer.session is not None:
-            self._wait.record(text)
-        print_line(f"worker 0 has dropped {text}")
+            self._wait.record(description)
+        print_line(f"worker 0 has dropped {description}")
 
     def _handle_handshake(self, peer: _Peer, message: Message) -> None:
         """Answer a greeting or a proof of a peer that is not admitted.
@@ -291,7 +292,7 @@ class _Coordinator:
         )
 
     def _reason_to_refuse(self, peer: _Peer, greeting: Greeting) -> str:
-        """Return the reason for which a worker cannot take part, or ""."""
+        """Return why worker 0 must refuse a worker; "" if it can take part."""
         index, received = greeting.worker, greeting.cluster
         expected, job = self._cluster.addresses, self._cluster.job
         if len(received) != len(expected) or any(
@@ -314,17 +315,17 @@ class _Coordinator:
                 f"Two processes are {self._cluster.name(index)}: each needs "
                 "an index of its own"
             )
-        others = [a for i, a in enumerate(self.addresses) if i != index]
-        if received[index] in others:
+        taken = [a for i, a in enumerate(self.addresses) if i != index]
+        if received[index] in taken:
             return f"Another worker has the address {quote(received[index])}"
         if expected[index] or self._secret:
             return ""
         # Without a secret, accept only an address on the sender's host.
         host = split_address(received[index])[0]
-        valid = {normalize_host(host), host}
-        if peer.host in valid:
+        allowed_hosts = {normalize_host(host), host}
+        if peer.host in allowed_hosts:
             return ""
-        if peer.is_local and split_address(expected[0])[0] in valid:
+        if peer.is_local and split_address(expected[0])[0] in allowed_hosts:
             return ""
         return (
             f"Worker 0 does not know the address {quote(received[index])} of "
@@ -344,8 +345,8 @@ class _Coordinator:
         peer.connection.send({"waiting": self._cluster.job})
         self._drop(peer, "it is another worker 0 with the same address")
         job = self._cluster.job
-        is_other = bool(job and greeting.job and job != greeting.job)
-        if peer.is_local and not is_other:
+        is_other_job = bool(job and greeting.job and job != greeting.job)
+        if peer.is_local and not is_other_job:
             raise RefusedError(
                 f"Two processes are {self._cluster.name(0)}, and their "
                 "workers cannot be distinguished. Start worker 0 once for "
@@ -374,7 +375,7 @@ def _listen(
     Raises:
         RefusedError: If another process still uses the port after a timeout.
     """
-    end = time.monotonic() + wait.remaining(waiting.TIMEOUT_S)
+    deadline = time.monotonic() + wait.remaining(waiting.TIMEOUT_S)
     host, port = split_address(cluster.addresses[0])
     known_hosts = [split_address(a)[0] for a in cluster.addresses if a]
     hosts = [""]
@@ -388,7 +389,7 @@ def _listen(
             cause = error.strerror
             if error.errno == errno.EADDRINUSE:
                 _probe_port(cluster, secret, hosts, port, wait)
-            if error.errno != errno.EADDRINUSE or time.monotonic() > end:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise RefusedError(
                     f"This process cannot be {cluster.name(0)}: {cause}. Is "
                     "another process of this machine worker 0, too, or has an "
@@ -409,19 +410,19 @@ def _listen(
 
 def _open_servers(hosts: Sequence[str], port: int) -> list[socket.socket]:
     """Listen at a port of each host; "" means all interfaces."""
-    dual = socket.has_dualstack_ipv6()
+    has_dual_stack = socket.has_dualstack_ipv6()
     servers: list[socket.socket] = []
     try:
         for host in hosts:
-            is_v6 = ":" in host or (not host and dual)
+            is_v6 = ":" in host or (not host and has_dual_stack)
             try:
                 server = socket.create_server(
                     (host, port),
                     family=socket.AF_INET6 if is_v6 else socket.AF_INET,
-                    dualstack_ipv6=dual and not host,
+                    dualstack_ipv6=has_dual_stack and not host,
                 )
             except OSError as error:
-                # Without IPv6, only one loopback address can be used.
+                # Without IPv6, listen on "127.0.0.1" only, not on "::1".
                 if servers and error.errno != errno.EADDRINUSE:
                     continue
                 raise
@@ -444,7 +445,7 @@ def _probe_port(
     """Test whether the process that uses the port is a waiting worker 0.
 
     Raises:
-        RefusedError: If it is one.
+        RefusedError: If that process is a waiting worker 0.
     """
     job, seconds = "an unknown job", wait.remaining(waiting.SHORT_TIMEOUT_S)
     for host in waiting.LOOPBACK if hosts == [""] else hosts:

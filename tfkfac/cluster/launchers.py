@@ -18,8 +18,8 @@ from tfkfac.cluster.config import MAX_WORKERS, Cluster, split_address
 
 Environment = Mapping[str, str]
 
-# Environment variable of Keras for each of the three settings. The first
-# variable may also hold the addresses of all workers, separated by commas.
+# Keras' environment variable of each of the three settings. The first variable
+# may also hold the addresses of all workers, separated by commas.
 KERAS = {
     "coordinator": "KERAS_DISTRIBUTION_JOB_ADDRESSES",
     "num_processes": "KERAS_DISTRIBUTION_NUM_PROCESSES",
@@ -32,7 +32,7 @@ _HAS_PORT = re.compile(r":[^\]]*$")
 
 
 class Launcher:
-    """A launcher that sets environment variables in each process.
+    """A program that starts the workers and sets their environment variables.
 
     Attributes:
         name: Name of the launcher in messages.
@@ -83,7 +83,7 @@ class Launcher:
 
 
 class Keras(Launcher):
-    """The variables of `keras.distribution.initialize`; any may be unset."""
+    """The variables that `keras.distribution.initialize` reads, if set."""
 
     name = "Keras"
     addresses_variable, size_variable, index_variable = KERAS.values()
@@ -108,7 +108,7 @@ class Torchrun(Launcher):
 
     @override
     def coordinator(self) -> str:
-        """Return the master's address; add 1 to a port that torchrun uses."""
+        """Return the master's address, with port + 1 if torchrun uses it."""
         host, port = (self.environment[name] for name in self.other_variables)
         has_store = self.environment.get("TORCHELASTIC_USE_AGENT_STORE")
         if has_store == "True" and _is_number(port):
@@ -117,9 +117,9 @@ class Torchrun(Launcher):
 
     @override
     def job(self) -> str:
-        # "none" is the default of `torchrun --rdzv-id`.
-        run = self.environment.get(*self.identity, "none")
-        return "" if run == "none" else super().job()
+        # The default of `torchrun --rdzv-id`, "none", identifies no job.
+        run_id = self.environment.get(*self.identity, "none")
+        return "" if run_id == "none" else super().job()
 
 
 class OpenMPI(Launcher):
@@ -158,10 +158,10 @@ class SageMaker(OpenMPI):
         return self._hosts()[0]
 
     def _hosts(self) -> list[str]:
-        """Return the hosts.
+        """Return the hosts that `SM_HOSTS` lists.
 
         Raises:
-            ValueError: If they are not a JSON list with the current host.
+            ValueError: If `SM_HOSTS` is not a JSON list with the current host.
         """
         try:
             hosts: list[str] = json.loads(self.environment["SM_HOSTS"])
@@ -177,7 +177,7 @@ class SageMaker(OpenMPI):
 
 
 class Slurm(Launcher):
-    """Slurm's srun. A batch script without srun is not a step of a job."""
+    """Slurm's srun. A batch script that runs without srun is no worker."""
 
     name = "Slurm"
     size_variable, index_variable = "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"
@@ -186,8 +186,8 @@ class Slurm(Launcher):
 
     @override
     def is_active(self) -> bool:
-        # MPICH's mpirun starts one Slurm task on each node, and the workers
-        # from there: the numbers of tasks and workers may differ.
+        # MPICH's mpirun starts one Slurm task on each node, which starts its
+        # workers. If the numbers of tasks and workers differ, use MPICH.
         tasks = self.environment.get(self.size_variable)
         workers = self.environment.get(MPICH.size_variable, tasks)
         return super().is_active() and tasks == workers
@@ -228,19 +228,19 @@ class Kubernetes(Launcher):
         """Return the name of the pod with index 0 in the headless service."""
         host, _, service = socket.getfqdn().partition(".")
         job, _, index = host.rpartition("-")
-        is_named = service and index == self.environment[self.index_variable]
-        return f"{job}-0.{service}" if is_named else None
+        is_pod = service and index == self.environment[self.index_variable]
+        return f"{job}-0.{service}" if is_pod else None
 
 
-# The first active launcher is used. A launcher that can run inside of another
-# one comes before it: torchrun may run in a Slurm step.
+# The first active launcher is used, so the inner of two nested launchers comes
+# first: torchrun may run in a Slurm step.
 LAUNCHERS = (Torchrun, SageMaker, OpenMPI, Slurm, MPICH, Kubernetes)
 
 
 def find_cluster(
     environment: Environment, arguments: Mapping[str, Any]
 ) -> tuple[Cluster | None, str]:
-    """Return the cluster, or None for a single process, and its source.
+    """Return the cluster (None for a single process) and the source's name.
 
     Each of the three settings is taken from the arguments, else from Keras'
     variables, else from the first active launcher. Unknown addresses are "".
@@ -253,8 +253,8 @@ def find_cluster(
     launcher = next((x for x in launchers if x.is_active()), None)
     settings, sources, job = dict(arguments), [], ""
     if settings:
-        given = ", ".join(f"{k}={v}" for k, v in settings.items())
-        sources.append(f"arguments ({given})")
+        argument_text = ", ".join(f"{k}={v}" for k, v in settings.items())
+        sources.append(f"arguments ({argument_text})")
     for source in (keras, launcher):
         if len(settings) < 3 and source is not None and source.is_active():
             settings = source.settings() | settings
@@ -290,15 +290,15 @@ def _make_cluster(
         a if _HAS_PORT.search(a) else f"{a}:{_PORT}" for a in addresses
     ]
     try:
-        hosts = set(map(split_address, addresses))
+        endpoints = set(map(split_address, addresses))
     except ValueError as error:
         requirement = "be 'host:port' or '[IPv6 address]:port'"
         raise _invalid("coordinator", requirement, origin) from error
-    if len(addresses) not in (1, size) or len(hosts) < len(addresses):
+    if len(addresses) not in (1, size) or len(endpoints) < len(addresses):
         requirement = f"be one address, or {size} different ones"
         raise _invalid("coordinator", requirement, origin)
-    unknown = [""] * (size - len(addresses))
-    return Cluster((*addresses, *unknown), index, job)
+    unknown_addresses = [""] * (size - len(addresses))
+    return Cluster((*addresses, *unknown_addresses), index, job)
 
 
 def _integer(

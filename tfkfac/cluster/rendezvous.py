@@ -81,9 +81,9 @@ def _join(cluster: Cluster, secret: bytes, wait: Wait) -> Rendezvous:
     """Connect to worker 0 and wait for its start message."""
     connector = _Connector(*split_address(cluster.addresses[0]))
     process = make_nonce()
-    with socket.socket() as claim:
-        claim.bind(("", 0))  # reserve a port for TensorFlow
-        port = claim.getsockname()[1]
+    with socket.socket() as port_holder:
+        port_holder.bind(("", 0))  # reserve a port for TensorFlow
+        port = port_holder.getsockname()[1]
         while True:
             try:
                 sock = connector.connect(wait)
@@ -179,10 +179,10 @@ def _wait_for_start(
             case {"go": list(addresses), "seed": int(seed)} if _is_valid(
                 addresses, greeting
             ):
-                complete = dataclasses.replace(
+                full_cluster = dataclasses.replace(
                     cluster, addresses=tuple(addresses)
                 )
-                return Rendezvous(complete, {0: connection}, seed)
+                return Rendezvous(full_cluster, {0: connection}, seed)
             case {"missing": list(missing)}:
                 wait.check(
                     [i for i in missing if type(i) is int and 0 <= i < size]
@@ -194,7 +194,7 @@ def _wait_for_start(
 
 
 def _is_valid(addresses: Sequence[Any], greeting: Greeting) -> bool:
-    """Return True if worker 0's addresses match those of the greeting."""
+    """Return True if the addresses from worker 0 agree with the greeting."""
     expected_addresses = greeting.cluster
     if len(addresses) != len(expected_addresses):
         return False

@@ -1,8 +1,8 @@
-"""Stop of all workers after the same batch, at the request of any worker.
+"""Stop all workers after the same batch when any worker requests a stop.
 
-It needs no collective, and no worker waits before a request. Then each worker
-announces, in the channel's thread, the batch after which it will wait. All
-stop after the largest announced batch.
+There is no collective, and no worker waits before a request. After a request
+each worker announces, in the channel's thread, the batch after which it will
+wait. All workers stop after the largest announced batch.
 """
 
 import threading
@@ -35,7 +35,7 @@ class Stopping(Listener):
         self._changed = threading.Condition()
         self._num_batches = 0
         self._local_stop: int | None = None
-        self._stops: dict[int, int] = {}  # announced, by worker
+        self._stops: dict[int, int] = {}  # announced batch of each worker
         self._peer_has_ended = False
 
     def request(self) -> None:
@@ -63,7 +63,8 @@ class Stopping(Listener):
                     self._peer_has_ended or self._stops.keys() == self._workers
                 )
             )
-            # A worker may have ended because it has stopped after this batch.
+            # `_peer_has_ended` alone is no error: a worker that has stopped
+            # after this batch may already have exited.
             if self._stops.keys() != self._workers:
                 return False  # the next collective raises the error
             is_last = self._num_batches == max(self._stops.values())

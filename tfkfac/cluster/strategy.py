@@ -119,7 +119,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         start_timeout: float | None = 600.0,
     ) -> None:
         _check_timeout(start_timeout)
-        _warn_of_threads(communication_options)
+        _warn_of_timeout(communication_options)
         values = zip(
             KERAS, (coordinator, num_processes, process_id), strict=True
         )
@@ -129,7 +129,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if cluster is not None:
             cluster, connections, seed = wait_for_all(cluster, start_timeout)
             if seed is not None and global_seed() is None:
-                # All workers must shuffle in the same order.
+                # With a common seed all workers shuffle in the same order.
                 tf.random.set_seed(seed)
                 self.shuffle_seed = seed
             if resolver is None:
@@ -188,7 +188,7 @@ def _find_cluster(
     Raises:
         ValueError: If the cluster is given twice, or is malformed.
     """
-    text = "" if settings else os.environ.get("TF_CONFIG", "")
+    tf_config = "" if settings else os.environ.get("TF_CONFIG", "")
     if settings and resolver is not None:
         raise ValueError(
             "Argument `cluster_resolver` must be None if `coordinator`, "
@@ -196,21 +196,21 @@ def _find_cluster(
             f"cluster_resolver={resolver}, {settings}"
         )
     if resolver is not None:
-        cluster, where = from_resolver(resolver), "argument `cluster_resolver`"
-    elif text:
+        cluster, source = from_resolver(resolver), "argument `cluster_resolver`"
+    elif tf_config:
         resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
         ray_job = os.environ.get("RAY_JOB_ID", "")
-        cluster, where = read_tf_config(text, ray_job), "TF_CONFIG"
+        cluster, source = read_tf_config(tf_config, ray_job), "TF_CONFIG"
     else:
-        cluster, where = find_cluster(os.environ, settings)
+        cluster, source = find_cluster(os.environ, settings)
     if resolver is not None and resolver.task_type == EVALUATOR:
         return None, _evaluator_resolver(resolver)
     size = 1 if cluster is None else len(cluster.addresses)
     if cluster is None or size == 1:
-        print_line(f"this process trains alone: {where}.")
+        print_line(f"this process trains alone: {source}.")
     else:
         print_line(
-            f"worker {cluster.index} of {size} by {where}; worker 0 is at "
+            f"worker {cluster.index} of {size} by {source}; worker 0 is at "
             f"{cluster.addresses[0]}."
         )
     return cluster, resolver
@@ -237,10 +237,10 @@ def _bypass_proxy(cluster: Cluster) -> None:
     If a web proxy is set, gRPC sends all requests to it and waits for ever.
     """
     names = ("no_grpc_proxy", "no_proxy")
-    current = next(filter(None, map(os.environ.get, names)), "")
+    current_hosts = next(filter(None, map(os.environ.get, names)), "")
     hosts = (split_address(address)[0] for address in cluster.addresses)
-    direct = dict.fromkeys([current, *hosts])
-    os.environ.update(no_grpc_proxy=",".join(filter(None, direct)))
+    unproxied_hosts = dict.fromkeys([current_hosts, *hosts])
+    os.environ.update(no_grpc_proxy=",".join(filter(None, unproxied_hosts)))
 
 
 def _share_gpus(cluster: Cluster) -> None:
@@ -252,10 +252,10 @@ def _share_gpus(cluster: Cluster) -> None:
     hosts = [split_address(address)[0] for address in cluster.addresses]
     local = [i for i, host in enumerate(hosts) if host == hosts[cluster.index]]
     gpus = tf.config.get_visible_devices("GPU")
-    share = len(gpus) // len(local)
-    if len(local) > 1 and share and "SLURM_GPUS_PER_TASK" not in os.environ:
-        first = share * local.index(cluster.index)
-        tf.config.set_visible_devices(gpus[first : first + share], "GPU")
+    count = len(gpus) // len(local)
+    if len(local) > 1 and count and "SLURM_GPUS_PER_TASK" not in os.environ:
+        first = count * local.index(cluster.index)
+        tf.config.set_visible_devices(gpus[first : first + count], "GPU")
 
 
 def _check_timeout(timeout: float | None) -> None:
@@ -269,7 +269,7 @@ def _check_timeout(timeout: float | None) -> None:
         raise ValueError(message)
 
 
-def _warn_of_threads(options: Options | None) -> None:
+def _warn_of_timeout(options: Options | None) -> None:
     if options is not None and options.timeout_seconds:
         warnings.warn(
             "`CommunicationOptions(timeout_seconds=...)` makes TensorFlow 2.21 "

@@ -1,4 +1,4 @@
-"""Waiting at the rendezvous: timeouts, reminders, printed text, result."""
+"""Timeouts, reminders and printed messages of the rendezvous."""
 
 import ipaddress
 import sys
@@ -10,15 +10,15 @@ from tfkfac.cluster.channel import Connection
 from tfkfac.cluster.config import Cluster
 
 POLL_INTERVAL_S = 0.1
-# Limit for sending a message, the answer to a probe, and name resolution.
+# Timeout of sending a message, of the answer to a probe, of name resolution.
 SHORT_TIMEOUT_S = 1.0
-# Limit for a handshake, for an earlier job to free the port, and delay of the
-# first reminder.
+# Timeout of a handshake, time in which an earlier job must free the port, and
+# delay of the first reminder.
 TIMEOUT_S = 5.0
 # Maximum number of workers and of dropped processes named in a message, and of
 # characters quoted from a peer.
 MAX_NAMED, _MAX_DROPPED, _MAX_QUOTE_CHARS = 10, 5, 80
-_MAX_REASON_CHARS = 10_000  # for the text in which worker 0 rejects a worker
+_MAX_REASON_CHARS = 10_000  # of the reason for which worker 0 refuses a worker
 LOOPBACK = ("127.0.0.1", "::1")
 
 
@@ -99,7 +99,7 @@ class Wait:
             )
 
     def record(self, dropped: str) -> None:
-        """Record a dropped worker for the message of the timeout."""
+        """Record a dropped worker, to name it in the timeout error."""
         self.dropped = [*self.dropped, dropped][-_MAX_DROPPED:]
 
     def _last_cause(self) -> str:
@@ -117,8 +117,8 @@ def quote(text: bytes | str) -> str:
     """Quote a peer's text: escape it as `ascii` and truncate it."""
     if isinstance(text, bytes):
         text = text.decode("latin-1")
-    start = ascii(text[:_MAX_QUOTE_CHARS])
-    return f"{start}..." if len(text) > _MAX_QUOTE_CHARS else start
+    quoted = ascii(text[:_MAX_QUOTE_CHARS])
+    return f"{quoted}..." if len(text) > _MAX_QUOTE_CHARS else quoted
 
 
 def escape(text: str) -> str:

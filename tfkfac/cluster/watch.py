@@ -40,9 +40,9 @@ from tfkfac.compat.strategies import abort_collectives, local_devices
 # arguments, and for the cause of a failed collective to arrive.
 _GRACE_PERIOD_S = 3.0
 _MAX_CAUSE_CHARS = 2000
-_STALL_TIMEOUT_S = 60.0  # time without a step; then worker 0 queries all
+_STALL_TIMEOUT_S = 60.0  # time without a step until worker 0 asks why
 _ANSWER_TIMEOUT_S = 2.0
-# Python's files in which idle threads wait.
+# Files of Python's library in which idle threads wait; not reported.
 _IDLE_FILES = {"threading.py", "selectors.py", "queue.py", "thread.py"}
 # Lines of TensorFlow's messages that give a code location, not the error.
 _TRACE_LINE = re.compile(r"\s|<|Graph execution error|Detected at|Traceback|$")
@@ -54,7 +54,7 @@ class WorkerFailedError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class _PeerEvent:
-    """End of another worker, or of its `fit`.
+    """End of another worker's process, or failure of its `fit`.
 
     Attributes:
         text: Description of the event.
@@ -72,7 +72,7 @@ class _PeerEvent:
 
 
 class Watch(Listener):
-    """Abort the collectives of a job that has lost a worker.
+    """Abort the collectives of this worker when another worker ends.
 
     If a worker is killed before the first step of this process, also send
     SIGTERM to this process. Otherwise, while it loads data or traces its
@@ -97,7 +97,7 @@ class Watch(Listener):
     # ------------------------------------------------ failures of this worker
     @contextlib.contextmanager
     def fit(self) -> Iterator[None]:
-        """Context of a `fit` or `evaluate` of this worker.
+        """Context manager for a `fit` or `evaluate` of this worker.
 
         Raises:
             WorkerFailedError: If a collective fails because of another worker.
@@ -186,18 +186,18 @@ class Watch(Listener):
                 return
             events = [e for e in self._peer_events if not self._is_past(e)]
             self._peer_events = events
-            due = next((e for e in events if self._is_due(e)), None)
-            if due is None:
+            due_event = next((e for e in events if self._is_due(e)), None)
+            if due_event is None:
                 return
-            self._cause = due.text
-            if due.is_loss and not self.has_started:
+            self._cause = due_event.text
+            if due_event.is_loss and not self.has_started:
                 self._terminate_at = time.monotonic() + _GRACE_PERIOD_S
-        if due.is_fault:
+        if due_event.is_fault:
             print_line(self._cause)
         abort_collectives(self._cause)
 
     def _terminate(self) -> None:
-        """Send SIGTERM, after the grace period, if no step has started.
+        """Send SIGTERM to this process if no step starts in the grace period.
 
         A process that waited in a collective has already raised an error.
         """
@@ -212,21 +212,21 @@ class Watch(Listener):
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _is_past(self, event: _PeerEvent) -> bool:
-        """Return True if this worker has also left the `fit` of the event."""
-        left = self._num_fits if self._fit_start is None else self._num_fits - 1
-        return event.fit is not None and left >= event.fit
+        """Return True if this worker has ended the `fit` of the event, too."""
+        num_ended = self._num_fits - (self._fit_start is not None)
+        return event.fit is not None and num_ended >= event.fit
 
     def _is_due(self, event: _PeerEvent) -> bool:
         """Return True if this worker must abort its collectives now.
 
         The grace period starts at the event, or at the `fit` of the event.
         """
-        start = event.time_s
+        grace_start = event.time_s
         if event.fit is not None:
             if self._fit_start is None:  # not yet in the `fit` of the event
                 return False
-            start = max(start, self._fit_start)
-        return time.monotonic() > start + _GRACE_PERIOD_S
+            grace_start = max(grace_start, self._fit_start)
+        return time.monotonic() > grace_start + _GRACE_PERIOD_S
 
 
 # TensorFlow raises one of these errors if a collective fails or is aborted.
@@ -251,7 +251,7 @@ def describe(error: BaseException) -> str:
 
 # ------------------------------------------------------------------- stall
 class StallDetector(Listener):
-    """Print the current functions of all workers when no step ends."""
+    """Print the current functions of all workers if no step ends for 60 s."""
 
     def __init__(self, names: Sequence[str], channel: Channel) -> None:
         self._names = names
@@ -263,7 +263,7 @@ class StallDetector(Listener):
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Context in which steps are expected."""
+        """Context manager for training; the detector is off outside of it."""
         self.record_step()
         try:
             yield
@@ -324,9 +324,9 @@ def _local_detector() -> StallDetector:
 
 def describe_threads() -> str:
     """Return the current function of each busy thread of this process."""
-    places = []
+    threads = []
     for identifier, frame in sys._current_frames().items():
         name = pathlib.Path(frame.f_code.co_filename).name
         if identifier != threading.get_ident() and name not in _IDLE_FILES:
-            places.append(f"{frame.f_code.co_name} ({name}:{frame.f_lineno})")
-    return f"is in {', '.join(places)}"
+            threads.append(f"{frame.f_code.co_name} ({name}:{frame.f_lineno})")
+    return f"is in {', '.join(threads)}"

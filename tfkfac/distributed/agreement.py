@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfkfac.distributed.collectives import Communicator
 
-_SHOWN = 4
+_MAX_SHOWN = 4  # differences in an error message
 
 
 def check_agreement(
@@ -60,12 +60,12 @@ def encode(description: Mapping[str, Any]) -> np.ndarray:
     """Encode a description as an int32 array of its compressed JSON text."""
     text = json.dumps(description, default=str)
     data = zlib.compress(text.encode())
-    # TensorFlow cannot gather uint8.
+    # Widen the bytes: TensorFlow cannot gather uint8.
     return np.frombuffer(data, np.uint8).astype(np.int32)
 
 
 def decode(array: np.ndarray) -> dict[str, Any]:
-    """Decode an array of `encode`."""
+    """Decode an array that `encode` returned."""
     data = np.asarray(array, np.uint8).tobytes()
     result: dict[str, Any] = json.loads(zlib.decompress(data))
     return result
@@ -83,14 +83,14 @@ def find_differences(descriptions: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def first_of(differences: Sequence[str]) -> str:
-    """Join the first `_SHOWN` differences to one text."""
-    num_hidden = len(differences) - _SHOWN
+    """Join the first `_MAX_SHOWN` differences to one text."""
+    num_hidden = len(differences) - _MAX_SHOWN
     more = [f"and {num_hidden} more"] if num_hidden > 0 else []
-    return "; ".join([*differences[:_SHOWN], *more])
+    return "; ".join([*differences[:_MAX_SHOWN], *more])
 
 
 def _describe(values: Sequence[Any]) -> str:
-    """Format values by worker; of lists, only entries missing on a worker."""
+    """Format the values of all workers; omit list entries that all have."""
     if not all(isinstance(value, list) for value in values):
         return _by_worker(values)
     lists: Sequence[list[Any]] = values

@@ -38,7 +38,7 @@ BUCKET_BYTES = 4 * 2**20
 
 
 class Communicator:
-    """Collectives of one replica within a group, in one trace.
+    """Collectives that one replica runs in a group, for one traced graph.
 
     Args:
         rank: Index of this replica in the group.
@@ -84,14 +84,14 @@ class Communicator:
         )
 
     def _launch(self, collective: Callable[[], tf.Tensor]) -> tf.Tensor:
-        """Add a collective that is not pruned, and with NCCL is ordered."""
+        """Add a collective that is never pruned; with NCCL, in call order."""
         if self._token is None:
             return collective()
-        # A separate name scope per collective: TensorFlow fuses reductions of
-        # a scope even if they depend on each other, and then fails.
-        ordered = self._hint == "nccl"
-        before = [self._token.read_value()] if ordered else []
-        with tf.control_dependencies(before), tf.name_scope("collective"):
+        # Use a name scope per collective: in a common scope, TensorFlow fuses
+        # reductions even if they depend on each other, and then fails.
+        is_ordered = self._hint == "nccl"
+        dependencies = [self._token.read_value()] if is_ordered else []
+        with tf.control_dependencies(dependencies), tf.name_scope("collective"):
             result = collective()
         with tf.control_dependencies([result]):
             self._token.assign_add(0.0)
@@ -191,8 +191,8 @@ class Communicator:
         group, instance = self._keys("broadcast", members, root, spec)
         if self.rank not in members:
             return None
-        # The broadcast operations do not support bfloat16. Its bits are sent
-        # as float16.
+        # Send bfloat16 as float16 with the same bits: the broadcast operations
+        # do not support bfloat16.
         is_bitcast = spec.dtype == tf.bfloat16
         arguments = {
             "group_size": len(members),
@@ -212,7 +212,7 @@ class Communicator:
         return tf.bitcast(received, spec.dtype) if is_bitcast else received
 
     def all_come(self, meeting: str, moment: str, seconds: float) -> bool:
-        """True if all members reach a rendezvous; the same on all members.
+        """Wait for all members; return True, on all members, if all come.
 
         This is not a collective: if a member is missing, the others continue
         with False.
@@ -224,12 +224,13 @@ class Communicator:
         """
         key = f"{self._scope} {meeting}"
         store_text(f"{key}/{self.rank}", moment)
-        end = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         complete = all(
-            wait_for_text(f"{key}/{rank}", end - time.monotonic()) == moment
+            wait_for_text(f"{key}/{rank}", deadline - time.monotonic())
+            == moment
             for rank in range(self.size)
         )
-        # The first result that is stored decides for all members.
+        # Only the first stored result counts, so all members return it.
         store_text(f"{key}/result", str(complete))
         return wait_for_text(f"{key}/result", seconds) == str(True)
 
@@ -274,7 +275,7 @@ class Communicator:
         root: int,
         tensor: tf.Tensor | tf.TensorSpec,
     ) -> tuple[int, int]:
-        """Group and instance key of the next call.
+        """Return the group key and the instance key of the next collective.
 
         The keys depend on the message and not on the number of traces, which
         may differ between workers.
@@ -287,7 +288,7 @@ class Communicator:
 
 
 def differentiable_sum(group: Communicator, tensor: tf.Tensor) -> tf.Tensor:
-    """Sum a tensor over a group, differentiable to any order."""
+    """Sum a tensor over a group, with derivatives of any order."""
 
     def total(x: tf.Tensor) -> tf.Tensor:
         return with_gradient(lambda t: group.all_reduce([t])[0], x, total)
@@ -296,13 +297,13 @@ def differentiable_sum(group: Communicator, tensor: tf.Tensor) -> tf.Tensor:
 
 
 def stable_key(*parts: object) -> int:
-    """Hash to a key of at least 2^30, above TensorFlow's own counters."""
+    """Hash values to a key of at least 2^30, above TensorFlow's own keys."""
     text = repr(parts).encode()
     return 2**30 + zlib.crc32(text) % 2**30
 
 
 def sum_dtype(dtype: tf.DType, hint: str) -> tf.DType:
-    """Dtype in which a tensor of a dtype is summed over workers."""
+    """Return the dtype in which collectives sum tensors of `dtype`."""
     return tf.float32 if (dtype, hint) == (tf.bfloat16, "nccl") else dtype
 
 
@@ -318,17 +319,17 @@ def split_buckets(
     tensors: Sequence[tf.Tensor] | Sequence[tf.TensorSpec],
     wire: WireDtype = _same_dtype,
 ) -> list[list[tf.Tensor]]:
-    """Split a list into buckets of one message dtype and `BUCKET_BYTES`."""
+    """Split into buckets of up to `BUCKET_BYTES` and one message dtype."""
     buckets: list[list[tf.Tensor]] = []
-    filled, last = 0, None
+    bucket_bytes, bucket_dtype = 0, None
     for tensor in tensors:
         dtype = wire(tensor.dtype)
         size = math.prod(tensor.shape) * dtype.size
-        if last != dtype or filled + size > BUCKET_BYTES:
+        if bucket_dtype != dtype or bucket_bytes + size > BUCKET_BYTES:
             buckets.append([])
-            filled, last = 0, dtype
+            bucket_bytes, bucket_dtype = 0, dtype
         buckets[-1].append(tensor)
-        filled += size
+        bucket_bytes += size
     return buckets
 
 
@@ -336,8 +337,8 @@ def flatten(
     tensors: Sequence[tf.Tensor], wire: WireDtype = _same_dtype
 ) -> tf.Tensor:
     """Concatenate tensors of equal message dtype to a vector of that dtype."""
-    parts = [tf.cast(tf.reshape(t, [-1]), wire(t.dtype)) for t in tensors]
-    return tf.concat(parts, 0)
+    vectors = [tf.cast(tf.reshape(t, [-1]), wire(t.dtype)) for t in tensors]
+    return tf.concat(vectors, 0)
 
 
 def unflatten(
@@ -345,10 +346,10 @@ def unflatten(
 ) -> list[tf.Tensor]:
     """Split a vector of `flatten` into tensors of given shapes and dtypes."""
     sizes = [math.prod(t.shape) for t in like]
-    parts = tf.split(flat, sizes)
+    vectors = tf.split(flat, sizes)
     return [
-        tf.cast(tf.reshape(part, t.shape), t.dtype)
-        for part, t in zip(parts, like, strict=True)
+        tf.cast(tf.reshape(vector, t.shape), t.dtype)
+        for vector, t in zip(vectors, like, strict=True)
     ]
 
 
@@ -439,7 +440,7 @@ def broadcast_items(
 
 
 def scope(layers: Sequence[int]) -> str:
-    """Return the name scope, for profiles, of a message about some layers."""
+    """Return the name scope, shown in profiles, of a message about layers."""
     return f"layers_{min(layers)}_{max(layers)}"
 
 

@@ -48,7 +48,7 @@ Shapes = Mapping[str, Work | tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """A distribution mode of K-FAC.
+    """Use of the workers in one of the distribution modes of K-FAC.
 
     Attributes:
         gradient_workers: Number of gradient workers per layer; "fraction" if
@@ -183,19 +183,19 @@ def plan_layers(
         ValueError: If an argument is not allowed.
     """
     check_choice("distribution", mode, tuple(MODES))
-    chosen = MODES[mode]
+    settings = MODES[mode]
     if policy is None:
-        policy = chosen.policy
+        policy = settings.policy
     count = _count_gradient_workers(mode, workers, fraction)
     work = [
         {name: cost(factor, policy) for name, factor in layer.items()}
         for layer in shapes
     ]
-    if chosen.reduces_factors and count == workers and not whole_layers:
+    if settings.reduces_factors and count == workers and not whole_layers:
         owners = _assign_factors(work, workers, policy, groups)
     else:
         owners = _assign_layers(work, workers, policy, groups)
-    # Layers of a column share tuples, to save memory with many workers.
+    # Share one tuple among the layers of a column, to save memory.
     width = workers // count
     columns = {
         column: tuple(range(column, workers, width))
@@ -314,7 +314,7 @@ def assign(
         return tuple(task % workers for task in range(len(costs)))
     if groups is None or policy == "memory":
         groups = [0] * len(costs)
-    # At most `len(costs)` workers get a task; ties prefer the lowest ranks.
+    # Skip later workers: ties prefer low ranks, so they would get no task.
     used = range(min(workers, len(costs)))
     loads = {group: [0] * len(used) for group in groups}
     totals = [0] * len(used)

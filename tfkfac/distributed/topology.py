@@ -58,10 +58,10 @@ def find_topology(strategy: tf.distribute.Strategy) -> Topology:
     if replicas == 1:
         return Topology(1, (0,), (None,), "auto")
     devices = local_devices(strategy)
-    first = 0
+    first_rank = 0
     if replicas > len(devices):
-        first = len(devices) * task_position(strategy.cluster_resolver)
-    local = tuple(range(first, first + len(devices)))
+        first_rank = len(devices) * task_position(strategy.cluster_resolver)
+    local = tuple(range(first_rank, first_rank + len(devices)))
     on_gpus = all("GPU" in device.upper() for device in devices)
     return Topology(replicas, local, devices, "nccl" if on_gpus else "auto")
 
@@ -69,7 +69,7 @@ def find_topology(strategy: tf.distribute.Strategy) -> Topology:
 def task_position(
     resolver: tf.distribute.cluster_resolver.ClusterResolver,
 ) -> int:
-    """Index of this task among the workers; a chief has index 0."""
+    """Return the index of this task among the workers; 0 for the chief."""
     cluster = resolver.cluster_spec().as_dict()
     if resolver.task_type == "chief":
         return 0
@@ -90,10 +90,10 @@ def check_strategy(strategy: tf.distribute.Strategy) -> None:
 # ------------------------------------------------------------------ roles
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """The replicas of a job by their role.
+    """Ranks of the workers, and of the accelerators of MR-DHO2.
 
     Attributes:
-        workers: Ranks of the replicas that train.
+        workers: Ranks of the replicas that train the model.
         accelerators: Ranks of the replicas that only estimate curvature. If
             empty, the workers estimate curvature between their steps.
     """
@@ -102,20 +102,20 @@ class Roles:
     accelerators: tuple[int, ...] = ()
 
     def trains(self, rank: int) -> bool:
-        """True if a replica is a worker."""
+        """Return True if a replica is a worker, not an accelerator."""
         return rank in self.workers
 
     def peers(self, rank: int) -> tuple[int, ...]:
-        """Ranks of all replicas with the same role as `rank`."""
+        """Return the ranks of all replicas with the same role as `rank`."""
         return self.workers if self.trains(rank) else self.accelerators
 
 
 def assign_roles(replicas: int, accelerator_fraction: float) -> Roles:
-    """Assign the last replicas, a rounded fraction, to be accelerators.
+    """Make the last replicas accelerators, and all other replicas workers.
 
     Args:
         replicas: Number of replicas.
-        accelerator_fraction: Fraction of accelerators; 0 for none.
+        accelerator_fraction: Fraction of accelerators, rounded; 0 for none.
 
     Raises:
         ValueError: If no worker or no accelerator would be left.
@@ -131,5 +131,5 @@ def assign_roles(replicas: int, accelerator_fraction: float) -> Roles:
             f"would be no {missing}. "
             f"Received: accelerator_fraction={accelerator_fraction}"
         )
-    everyone = tuple(range(replicas))
-    return Roles(everyone[: replicas - count], everyone[replicas - count :])
+    ranks = tuple(range(replicas))
+    return Roles(ranks[: replicas - count], ranks[replicas - count :])

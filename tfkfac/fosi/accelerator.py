@@ -18,7 +18,7 @@ from tfkfac.saving.slots import Slots
 
 
 class HeldBatches:
-    """Copies of the last batch of each structure, for later steps.
+    """Copies of the last batch of each tensor structure, for later steps.
 
     A batch is a nest of tensors and constants. Variables hold the tensors, and
     are not saved.
@@ -38,7 +38,7 @@ class HeldBatches:
         return list(zip(self._variables[structure], leaves, strict=True))
 
     def hold(self, batch: Any) -> None:
-        """Hold a copy of the batch."""
+        """Copy a batch to the variables of its structure."""
         for variable, leaf in self._pairs(batch):
             if variable is not None:
                 variable.assign(leaf)
@@ -53,18 +53,18 @@ class HeldBatches:
 
 
 def held_variable(tensor: tf.Tensor) -> tf.Variable:
-    """Create a variable for tensors of this dtype and row shape."""
+    """Create a variable for tensors like this, with any number of rows."""
     row_shape = tensor.shape.as_list()[1:]
-    any_rows = [None, *row_shape] if tensor.shape.rank else []
+    variable_shape = [None, *row_shape] if tensor.shape.rank else []
     shape = [0, *(size or 0 for size in row_shape)] if tensor.shape.rank else []
     zero = "" if tensor.dtype == tf.string else 0
     with tf.init_scope():
         empty = tf.fill(shape, zero)
-    return state_variable(empty, tensor.dtype, "held", any_rows)
+    return state_variable(empty, tensor.dtype, "held", variable_shape)
 
 
-# Arguments of a model's call and of the loss, and the weights of the losses of
-# this replica.
+# Arguments of the loss of a batch: (args, kwargs, arguments of `compute_loss`,
+# weights of this replica's losses).
 LossPoint = tuple[Any, ...]
 
 
@@ -109,7 +109,7 @@ class Accelerator(Slots):
     def begin(
         self, current: LossPoint, weights: tf.Tensor, estimation: Estimation
     ) -> None:
-        """Start an iteration; keep copies of the batch and the weights."""
+        """Start a Lanczos iteration at copies of the batch and the weights."""
         self.weights.assign(weights)
         self._held.hold(current)
         iteration = estimation.iteration(tf.identity)
@@ -123,10 +123,10 @@ class Accelerator(Slots):
         progress: tf.Tensor,
         target: tf.Tensor,
     ) -> None:
-        """Run the iterations from `progress` to `target`."""
+        """Run the Lanczos iterations from `progress` to `target`."""
         space = flat_space(model.trainable_variables)
         args, kwargs, arguments, shares = self._held.get(current)
-        local = hessian_operator(
+        local_hessian = hessian_operator(
             model,
             ForwardCall(args, kwargs, None),
             arguments,
@@ -134,7 +134,7 @@ class Accelerator(Slots):
             estimation.differentiable_sum,
             shares,
         )
-        iteration = estimation.iteration(local)
+        iteration = estimation.iteration(local_hessian)
         basis, tridiagonal, candidate = self._state()
         state = Krylov(copied_rows(basis), tridiagonal, candidate)
         self._assign(iteration.advance(state, progress, target))
@@ -148,6 +148,6 @@ class Accelerator(Slots):
         tf.nest.map_structure(lambda v, x: v.assign(x), variables, state)
 
     def spectrum(self, estimation: Estimation) -> Spectrum:
-        """Return the Ritz pairs after all iterations."""
+        """Return the Ritz pairs after the last Lanczos iteration."""
         state = self._state()
         return estimation.spectrum(state.tridiagonal, [state.basis])

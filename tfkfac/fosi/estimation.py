@@ -50,7 +50,7 @@ class Estimation:
         self._seed = seed
 
     def iteration(self, local: Product) -> Lanczos:
-        """Return the iteration for the sum of the local operators."""
+        """Return the Lanczos iteration for the sum of all local operators."""
         group = self.group
 
         def product(row: tf.Tensor) -> tf.Tensor:
@@ -60,10 +60,10 @@ class Estimation:
         return Lanczos(product, self.geometry.size, self.draw, self.sum)
 
     def sum(self, numbers: tf.Tensor) -> tf.Tensor:
-        """Sum of a vector over the group; at most `steps + 1` elements."""
+        """Sum a vector of at most `steps + 1` elements over the group."""
         if self.group.size == 1:
             return numbers
-        # Collectives need a static shape; the number of rows grows.
+        # Pad: collectives need a static shape, but `numbers` grows.
         count, limit = tf.size(numbers), self.geometry.steps + 1
         padded = tf.pad(numbers, [[0, limit - count]])
         (total,) = self.group.all_reduce([tf.ensure_shape(padded, [limit])])
@@ -74,11 +74,11 @@ class Estimation:
         return differentiable_sum(self.group, vector)
 
     def start(self) -> tf.Tensor:
-        """Return the slice of the start vector."""
+        """Return this replica's slice of the start vector."""
         return self.draw(-1)
 
     def draw(self, index: int | tf.Tensor) -> tf.Tensor:
-        """Return the slice of a random vector with a norm of about 1."""
+        """Return this replica's slice of a random vector with norm near 1."""
         vector = random_vector(self.geometry.size, self._seed, index + 1)
         local = self.shards.local_slice(vector, self.group.rank)
         return tf.cast(local, self.geometry.dtype)
@@ -105,8 +105,8 @@ def estimation_bytes(geometry: Geometry, replicas: int) -> int:
     """Bytes that each of several replicas receives in an estimation."""
     item, steps = geometry.dtype.size, geometry.steps
     slices = geometry.slices(replicas).length * (replicas - 1)
-    # One sum for the start, two for the orthogonalisation in each iteration
-    # (three only after a breakdown).
+    # One all-reduce for the start vector, two in each iteration to
+    # orthogonalise (three only after a breakdown).
     sums = (1 + 2 * steps) * all_reduce_bytes((steps + 1) * item, replicas)
-    # In each iteration, a row is gathered and its product reduce-scattered.
+    # Each iteration gathers a vector and reduce-scatters its product.
     return 2 * steps * slices * item + sums

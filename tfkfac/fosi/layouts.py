@@ -1,4 +1,4 @@
-"""Layouts: how the matrix V of the directions is divided among workers.
+"""Division of the matrix V of the directions among workers (layout).
 
 A vector may be sharded: each member of a group keeps a slice.
 """
@@ -128,7 +128,7 @@ def combinations(
     return tf.unstack(tf.matmul(tf.stack(weights), directions))
 
 
-_NUM_CHECKS = 2  # length of `check_values`
+_NUM_CHECKS = 2  # elements of `check_values`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Geometry:
     largest: int  # number of directions of largest curvature, k
     smallest: int  # number of directions of smallest curvature, l
     steps: int  # Lanczos steps of an estimation
-    dtype: tf.DType  # of vectors
+    dtype: tf.DType  # dtype of all vectors
 
     @property
     def directions(self) -> int:
@@ -147,7 +147,7 @@ class Geometry:
         return self.largest + self.smallest
 
     def slices(self, count: int) -> Shards:
-        """Slices of a vector `(n,)`, padded for accurate sums in chunks."""
+        """Divide vectors `(n,)` into slices, padded for sums in chunks."""
         return Shards(self.size, count, padded_size)
 
 
@@ -186,7 +186,7 @@ class Layout(abc.ABC):
         return self.columns.length, self.elements.length
 
     def local_values(self, values: tf.Tensor, rank: int) -> tf.Tensor:
-        """Slice a vector with one element per direction for a worker."""
+        """Return a worker's slice of a vector of one element per direction."""
         return self.columns.local_slice(values, rank)
 
     def ranges(self, rank: int) -> tuple[slice, slice]:
@@ -195,9 +195,9 @@ class Layout(abc.ABC):
 
     def regions(self, rank: int) -> tuple[Region, Region]:
         """Regions of a worker's block in V^T and of its coefficients."""
-        first, start = (indices.start for indices in self.ranges(rank))
+        row, column = (indices.start for indices in self.ranges(rank))
         r, n = self.geometry.directions, self.geometry.size
-        return Region((r, n), (first, start)), Region((r,), (first,))
+        return Region((r, n), (row, column)), Region((r,), (row,))
 
     @abc.abstractmethod
     def project_out(
@@ -229,7 +229,7 @@ class Layout(abc.ABC):
         weights: Sequence[tf.Tensor],
         group: Communicator,
     ) -> tf.Tensor:
-        """Compute the sum of `V c` over several local c, on all workers."""
+        """Return, on all workers, the sum of `V c` over several local c."""
 
     @abc.abstractmethod
     def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:
@@ -386,7 +386,7 @@ class ColumnsLayout(Layout):
 
 
 def check_values(vector: tf.Tensor, state_valid: tf.Tensor | bool) -> tf.Tensor:
-    """`|x|^2`, and 1 if this worker's state is invalid; to be summed."""
+    """Return `|x|^2`, and 1 if this state is invalid, for an all-reduce."""
     invalid = tf.cast(tf.logical_not(state_valid), vector.dtype)
     return tf.stack([square(vector), invalid])
 

@@ -71,7 +71,7 @@ class FOSIMethod(Method):
         self.timing = Timing(settings.warmup_steps, settings.update_interval)
         self.rate = NewtonRate(settings.alpha)
         self._geometry: Geometry | None = None
-        self._reported_warmup = -1  # updates; -1: unknown
+        self._warmup_updates = -1  # of the default warm-up; -1: unknown
 
     # ------------------------------------------------------------ the step
     @override
@@ -85,7 +85,7 @@ class FOSIMethod(Method):
     def train(
         self, step: Step, state: State, estimate: Callable[[], None]
     ) -> None:
-        """Run the step of a replica that trains.
+        """Run the step of a worker (not an accelerator).
 
         `estimate` replaces the directions if an estimation is due.
         """
@@ -129,9 +129,10 @@ class FOSIMethod(Method):
             adopt(state, spectrum.values, directions, group, job)
             return state.last.assign(clock)
 
-        # A `tf.cond`, not `when`: rounding depends on graph optimisations.
-        due, last = self.timing.begins(clock, state), state.last
-        tf.cond(due, in_graph(update), lambda: tf.convert_to_tensor(last))
+        # Use `tf.cond`: TensorFlow optimises the graph of `when` differently,
+        # which changes rounding errors.
+        is_due, last = self.timing.begins(clock, state), state.last
+        tf.cond(is_due, in_graph(update), lambda: tf.convert_to_tensor(last))
 
     # --------------------------------------------------- binding and state
     @override
@@ -142,14 +143,14 @@ class FOSIMethod(Method):
             for state in self.states[:1]
         ]
         if self.settings.warmup_steps is None and not any(is_set):
-            self._reported_warmup = default_warmup(self.job, self.states, steps)
+            self._warmup_updates = default_warmup(self.job, self.states, steps)
             self._assign_warmup()
 
     def _assign_warmup(self) -> None:
         """Assign the default warm-up to the states that exist."""
         with tf.init_scope():
             for state in self.states:
-                state.warmup.assign(self._reported_warmup)
+                state.warmup.assign(self._warmup_updates)
 
     @override
     def attach(self, job: Job) -> None:
@@ -169,8 +170,8 @@ class FOSIMethod(Method):
         return Geometry(space.size, largest, smallest, steps, space.dtype)
 
     def make_layout(self) -> Layout:
-        """Create the layout of the directions among the training replicas."""
-        # Replica 0 always trains.
+        """Create the layout of the directions among the workers."""
+        # Replica 0 is a worker, so its peers are all workers.
         return LAYOUTS[self.settings.layout](self.geometry, len(self.peers(0)))
 
     @override
@@ -196,7 +197,7 @@ class FOSIMethod(Method):
         return State(layout, Subspace(layout, self.inner(), rank))
 
     def inner(self) -> InnerTraits:
-        """Properties of the inner optimizer that decide the state."""
+        """Properties of the inner optimizer that decide which state exists."""
         accumulation = self.job.inner_optimizer.gradient_accumulation_steps
         return InnerTraits(bool(accumulation), has_momentum(self.job))
 
@@ -244,8 +245,8 @@ class FOSIMethod(Method):
             *roles,
         ]
         if len(values := self.spectrum()):
-            text = ", ".join(f"{value:.4g}" for value in values)
-            rows.append(("Ritz values", text))
+            formatted = ", ".join(f"{value:.4g}" for value in values)
+            rows.append(("Ritz values", formatted))
         title = (
             f"FOSI '{job.name}' of model '{job.model.name}': Newton steps in "
             f"the directions, {type(job.inner_optimizer).__name__} on the rest"
@@ -253,7 +254,7 @@ class FOSIMethod(Method):
         return [title, "", *table(("", "Value"), rows)]
 
     def first(self, updates: int) -> str:
-        """Return when the first estimation runs; "" after the estimation."""
+        """Return a text on the first estimation to come; "" afterwards."""
         warmup = self.timing.warmup(self.states)
         if updates > warmup:
             return ""
@@ -297,7 +298,7 @@ class FOSIMethod(Method):
     def received_bytes(
         self, layout: Layout
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes received in a plain step; the keys changed by an estimation."""
+        """Bytes received in a plain step; entries changed by an estimation."""
         job = self.job
         weights = job.model.trainable_variables
         gradients = gradient_bytes(weights, job.topology.hint)

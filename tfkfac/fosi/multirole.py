@@ -53,7 +53,7 @@ from tfkfac.saving.slots import Slots
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
 
-# Default interval between estimations, in steps.
+# Default steps between estimations if there are accelerators.
 _ACCELERATED_INTERVAL = 800
 
 
@@ -125,7 +125,7 @@ class RoleState(State):
 
     @override
     def forget(self) -> None:
-        """Drop the directions; the running estimation gives the next ones."""
+        """Drop the directions; the running estimation finds new directions."""
         # Keep `last`: the schedules of all replicas must agree.
         last = tf.identity(self.last)
         super().forget()
@@ -180,7 +180,7 @@ class MultiRoleMethod(FOSIMethod):
     def _sum_moments(
         self, groups: TraceLists[Communicator], value: tf.Tensor
     ) -> tf.Tensor:
-        """Sum moments over the replicas of the same role."""
+        """Sum moments of batches over the replicas of the same role."""
         if not self.roles.trains(self.job.rank):
             # Accelerators run no backward pass: scale the local value instead
             # of an all-reduce.
@@ -245,7 +245,7 @@ class MultiRoleMethod(FOSIMethod):
         interval = self.timing.interval.at(clock)
         target = tf.minimum(-(-steps * elapsed // interval), steps)
         target = tf.where(begins | ~idle, target, 0)
-        limit = iterations  # in one step
+        limit = iterations  # upper bound for one step
         if is_number(fixed := self.timing.interval.get()):
             limit = math.ceil(iterations / fixed)
         limit += state.progress
@@ -292,9 +292,9 @@ class MultiRoleMethod(FOSIMethod):
             return tf.constant(0)
 
         when(begins, in_graph(begin))
-        # A `tf.cond`, not `when`: rounding depends on graph optimisations.
-        due = target > state.progress
-        tf.cond(due, in_graph(advance), lambda: tf.constant(0))
+        # Use `tf.cond`, not `when`, as in `FOSIMethod.estimate`.
+        is_due = target > state.progress
+        tf.cond(is_due, in_graph(advance), lambda: tf.constant(0))
 
     def _synchronize(self, state: RoleState, step: Step) -> None:
         """Wait for all replicas; copy the step counts to accelerators."""
@@ -312,7 +312,7 @@ class MultiRoleMethod(FOSIMethod):
     def _hand_over(
         self, state: RoleState, peers: Communicator, everyone: Communicator
     ) -> None:
-        """Send the result to the workers at the end of an interval."""
+        """Send the directions to the workers at the end of an interval."""
         geometry = state.layout.geometry
         ends = self.timing.ends(self.job.clock, state)
         ends &= tf.equal(state.progress, geometry.steps)
@@ -356,14 +356,14 @@ class MultiRoleMethod(FOSIMethod):
     # ----------------------------------------------------------- reporting
     @override
     def first(self, updates: int) -> str:
-        """Return the text on the first estimation, which takes an interval."""
+        """See `FOSIMethod.first`; an estimation takes an interval of steps."""
         timing = self.timing
-        end, interval = timing.warmup(self.states), timing.interval.get()
+        wait, interval = timing.warmup(self.states), timing.interval.get()
         if is_number(interval):
-            end += int(interval)
-            return f"the first after update {end:,}" if updates < end else ""
-        begins = f"the first begins before update {end + 1:,}"
-        return begins if updates <= end else ""
+            wait += int(interval)
+            return f"the first after update {wait:,}" if updates < wait else ""
+        text = f"the first begins before update {wait + 1:,}"
+        return text if updates <= wait else ""
 
     @override
     def role_rows(self) -> list[tuple[str, str]]:
@@ -394,9 +394,9 @@ class MultiRoleMethod(FOSIMethod):
                 math.prod(v.shape) * wire_type(v).size
                 for v in all_variables(self.job.model)
             )
-            estimating = len(self.roles.accelerators)
+            num_accelerators = len(self.roles.accelerators)
             return plain, {
-                "lanczos": estimation_bytes(layout.geometry, estimating)
+                "lanczos": estimation_bytes(layout.geometry, num_accelerators)
             }
         replacement = Subspace.replace_bytes(layout, self.inner())
         pieces = piece_bytes(layout, self.roles, rank)
@@ -420,12 +420,12 @@ def hand_over(
     On a worker, `spectrum` is None; returns the Ritz values and the block.
     """
     dtype, rank = layout.geometry.dtype, everyone.rank
-    first = roles.accelerators[0]
+    values_sender = roles.accelerators[0]
     values = everyone.broadcast(
         None if spectrum is None else [spectrum.values],
         [tf.TensorSpec([layout.geometry.directions], dtype)],
-        first,
-        (*roles.workers, first),
+        values_sender,
+        (*roles.workers, values_sender),
     )
     received_pieces: list[tf.Tensor] = []
     for worker, accelerator, rows, elements, start in pieces(layout, roles):

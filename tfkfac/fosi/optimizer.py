@@ -22,7 +22,7 @@ from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 @keras.saving.register_keras_serializable(package="tfkfac")
 class FOSI(SecondOrderOptimizer):
-    """Newton steps along extreme directions, inner optimizer on the rest.
+    """Add Newton steps along extreme curvature to an inner optimizer.
 
     After a warm-up, a Lanczos iteration estimates the directions `V` of
     extreme curvature `lambda` of the loss on the current batch (FOSI, Sivan

@@ -25,11 +25,11 @@ _OUTLIER = 10.0
 _DECAY = 0.99  # decay per step of the mean square of step lengths
 
 
-# Default warm-up: a fraction of the run; in updates, if `fit` does not know the
-# length of the run.
+# Default warm-up, as a fraction of the updates of the run, or in updates if
+# `fit` does not know the length of the run.
 WARMUP_SHARE = 0.075
 WARMUP_STEPS = 100
-# Updates until an unusable estimation is repeated, without an interval.
+# Updates after which a failed estimation is repeated if no interval is set.
 RETRY = 100
 
 
@@ -54,7 +54,7 @@ class Subspace(Slots):
     """
 
     def __init__(self, layout: Layout, inner: InnerTraits, rank: int) -> None:
-        # `OWNED`: accelerators have no directions.
+        # Not `REPLICATED`, because accelerators have no directions.
         super().__init__("subspace", spread=Spread.OWNED)
         self.layout = layout
         geometry, (block, local) = layout.geometry, layout.regions(rank)
@@ -93,12 +93,12 @@ class Subspace(Slots):
         """Replace the directions; project the momentum on the new ones."""
         strong = tf.cast(is_strong(ritz_values), directions.dtype)
         mask = self.layout.local_values(strong, group.rank)[:, None]
-        new = directions * mask
+        masked = directions * mask
         for variable in self._projected_variables():
             vector = self.combine([tf.convert_to_tensor(variable)], group)
-            variable.assign(self.layout.coefficients(new, vector, group))
+            variable.assign(self.layout.coefficients(masked, vector, group))
         self.square.assign(tf.zeros_like(self.square))
-        self.directions.assign(new)
+        self.directions.assign(masked)
         self.ritz_values.assign(ritz_values)
         if inner_momentum is not None:
             self.project_momentum(inner_momentum, group)
@@ -113,8 +113,8 @@ class Subspace(Slots):
 
     def _projected_variables(self) -> list[tf.Variable]:
         """Coefficients that `replace` projects on the new directions."""
-        both = self.momentum, self.accumulated
-        return [variable for variable in both if variable is not None]
+        variables = self.momentum, self.accumulated
+        return [variable for variable in variables if variable is not None]
 
     def coefficients(self, vector: tf.Tensor, group: Communicator) -> tf.Tensor:
         """Return the local elements of `V^T x`."""
@@ -142,7 +142,7 @@ class Subspace(Slots):
         return self.layout.combine(self.directions, weights, group)
 
     def clip_outlier(self, c: tf.Tensor, group: Communicator) -> tf.Tensor:
-        """Clip the coefficients `c = V^T g` of an outlier among the gradients.
+        """Scale `c = V^T g` down if its Newton step is an outlier.
 
         The Newton step `c / |lambda|` grows with the gradient: one bad batch
         could undo the training. The length of the step is clipped at
@@ -168,7 +168,7 @@ class Subspace(Slots):
         return all_reduce_bytes(item, layout.workers)
 
     def inverse_curvature(self, rank: int) -> tf.Tensor:
-        """`1 / |lambda|` of the local directions; zero for weak ones.
+        """Return `1 / |lambda|` of the local directions; 0 if not `is_strong`.
 
         `1 / lambda` would increase the loss along negative curvature.
         """
@@ -179,9 +179,9 @@ class Subspace(Slots):
         return self.layout.local_values(inverse, rank)
 
     def rate_ratio(self) -> tf.Tensor:
-        """`lambda_max / lambda_k`; infinite if only `lambda_k <= 0`.
+        """Return `lambda_max / lambda_k`.
 
-        1 if `lambda_max <= 0`.
+        Infinity if `lambda_k <= 0 < lambda_max`, and 1 if `lambda_max <= 0`.
         """
         largest = self.layout.geometry.largest
         values = tf.convert_to_tensor(self.ritz_values)
@@ -192,7 +192,7 @@ class Subspace(Slots):
 
 
 def is_strong(values: tf.Tensor) -> tf.Tensor:
-    """True for directions whose curvature is large enough to be inverted."""
+    """Return True for directions with curvature large enough to invert."""
     sizes = tf.abs(values)
     return sizes > _WEAK * tf.reduce_max(sizes)
 
@@ -216,20 +216,20 @@ class State(Slots):
         super().__init__("replica")
         self.layout = layout
         self.subspace = subspace
-        of_training_replicas: dict[str, Any] = {
+        worker_options: dict[str, Any] = {
             "spread": Spread.OWNED,
             "saved": subspace is not None,
         }
-        self.estimations = self.slot("estimations", **of_training_replicas)
+        self.estimations = self.slot("estimations", **worker_options)
         self.last = self.slot("last_estimation", value=-1, least=-1)
-        self.failures = self.slot("failures", **of_training_replicas)
+        self.failures = self.slot("failures", **worker_options)
         self.forgotten = self.slot("forgotten", saved=False)
         self.warmup = self.slot("warmup", value=-1, least=-1)
         self.largest_rate = self.slot("largest_rate", (), "float64", least=0)
 
     @property
     def existing_subspace(self) -> Subspace:
-        """The subspace of a replica that trains."""
+        """The subspace of a worker (not an accelerator)."""
         assert self.subspace is not None
         return self.subspace
 
@@ -249,7 +249,7 @@ class State(Slots):
 class Timing:
     """Schedule of the estimations, in updates of the weights."""
 
-    warmup_steps: int | None  # None: a fraction of the run
+    warmup_steps: int | None  # None: the default warm-up
     interval: Hyperparameter  # None: a single estimation
 
     def warmup(self, states: Sequence[State]) -> int:
@@ -260,23 +260,23 @@ class Timing:
         return updates if updates >= 0 else WARMUP_STEPS
 
     def begins(self, clock: tf.Tensor, state: State) -> tf.Tensor:
-        """True if an estimation begins before the step at this clock."""
-        since, last = self._since(clock, state), state.last
+        """Return True if an estimation begins before step number `clock`."""
+        updates, last = self._since_warmup(clock, state), state.last
         if self.interval.get() is None:
             begins = tf.equal(state.estimations, 0) & (clock - last >= RETRY)
         else:
-            begins = tf.equal(since % self.interval.at(clock), 0)
+            begins = tf.equal(updates % self.interval.at(clock), 0)
         begins |= last < 0
-        return (since >= 0) & begins & tf.not_equal(last, clock)
+        return (updates >= 0) & begins & tf.not_equal(last, clock)
 
     def ends(self, clock: tf.Tensor, state: State) -> tf.Tensor:
-        """True if an interval ends after the step at this clock."""
-        since = self._since(clock, state)
-        ends = tf.equal(since % self.interval.at(clock), 0)
+        """Return True if an interval ends after step number `clock`."""
+        updates = self._since_warmup(clock, state)
+        ends = tf.equal(updates % self.interval.at(clock), 0)
         return ends & tf.not_equal(clock, state.last)
 
-    def _since(self, clock: tf.Tensor, state: State) -> tf.Tensor:
-        """Updates since the warm-up."""
+    def _since_warmup(self, clock: tf.Tensor, state: State) -> tf.Tensor:
+        """Return the number of updates since the warm-up."""
         if self.warmup_steps is not None:
             return clock - self.warmup_steps
         warmup = tf.convert_to_tensor(state.warmup)
@@ -299,7 +299,7 @@ def default_warmup(job: Job, states: Sequence[State], steps: int | None) -> int:
         return warmup
     if not states:
         return -1
-    # Workers with different warm-ups would wait for each other forever.
+    # Use the first process' value: with different warm-ups, workers would hang.
     with tf.device("CPU:0"):
         local = tf.constant([warmup], tf.int64)
         gathered = job.among_processes("run length").all_gather(local)
@@ -324,7 +324,7 @@ class NewtonRate:
             largest.assign(tf.maximum(largest, _inner_rate(job)))
 
     def at(self, job: Job, state: State) -> tf.Tensor:
-        """The rate of this step, a float64 scalar."""
+        """Return the rate of the Newton step, a float64 scalar."""
         alpha = self.alpha.at(job.clock)
         if not is_number(self.alpha.get()):
             return alpha

@@ -19,7 +19,7 @@ from tfkfac.training.step import Gradients, Step, Update, indices_in
 
 
 def is_plain_sgd(job: Job) -> bool:
-    """True if the inner optimizer is SGD, at most with momentum.
+    """Return True if the inner optimizer is SGD, with or without momentum.
 
     Its weight change is then linear in the gradients. Weight decay, clipping,
     gradient accumulation and weights of a lower precision than the directions
@@ -42,12 +42,12 @@ def is_plain_sgd(job: Job) -> bool:
 
 
 def has_momentum(job: Job) -> bool:
-    """True for plain SGD with momentum."""
+    """Return True if the inner optimizer is plain SGD with momentum."""
     return is_plain_sgd(job) and job.inner_optimizer.momentum > 0
 
 
 def flat_momentum(job: Job, length: int) -> tf.Tensor | None:
-    """Plain SGD's momentum as a vector padded to `length`, or None."""
+    """Return plain SGD's momentum as a vector padded to `length`, or None."""
     if not has_momentum(job):
         return None
     weights = job.model.trainable_variables
@@ -64,7 +64,7 @@ def adopt(
 ) -> None:
     """Replace the directions by the result of an estimation, if finite.
 
-    `directions` is the local part of V^T.
+    `directions` is the local block of V^T.
     """
     # `ritz_values` is bitwise equal on all replicas: all take the same branch.
     finite = tf.reduce_all(tf.math.is_finite(ritz_values))
@@ -91,10 +91,10 @@ def flat_gradient(step: Step, length: int | None = None) -> tf.Tensor:
     """The gradients of a step as a vector; zeros for a missing gradient."""
     weights = step.job.model.trainable_variables
     present = [g for g in step.gradients if g is not None]
-    ordered: list[tf.Tensor | None] = [None] * len(weights)
-    for place, gradient in zip(indices_in(step, weights), present, strict=True):
-        ordered[place] = tf.convert_to_tensor(gradient)
-    return flat_space(weights).join(ordered, length)
+    by_weight: list[tf.Tensor | None] = [None] * len(weights)
+    for index, gradient in zip(indices_in(step, weights), present, strict=True):
+        by_weight[index] = tf.convert_to_tensor(gradient)
+    return flat_space(weights).join(by_weight, length)
 
 
 def flat_weights(model: keras.Model) -> tf.Tensor:
@@ -116,7 +116,7 @@ def add_to_weights(
 
 @dataclasses.dataclass(frozen=True)
 class SplitUpdate:
-    """Run one update of FOSI (algorithm 3) on a training replica.
+    """Run one update of FOSI (algorithm 3) on a worker.
 
     With `c = V^T g` and the inner optimizer's weight change d for the gradient
     `g - V c`:
@@ -128,10 +128,10 @@ class SplitUpdate:
     decaying SGD momentum from before the last estimation.
     """
 
-    step: Step  # the group of the step holds the training replicas
+    step: Step  # the group of the step holds the workers
     state: State
     rate: NewtonRate
-    momentum: float  # of the Newton steps
+    momentum: float  # momentum of the Newton steps
     rate_clip: float  # upper bound of s
 
     def make(self) -> Update:
@@ -179,8 +179,8 @@ class SplitUpdate:
                 model, change = step.job.model, split.step
                 when(split.valid, lambda: add_to_weights(model, change))
             remainders = space.split(split.remainder)
-            parts = [split.coefficients, *(remainders[i] for i in order)]
-            return [split.valid, *(tf.identity(x) for x in parts)]
+            results = [split.coefficients, *(remainders[i] for i in order)]
+            return [split.valid, *(tf.identity(x) for x in results)]
 
         def without_directions() -> list[tf.Tensor]:
             return [tf.constant(False), zeros, *map(tf.zeros_like, dense)]
@@ -192,9 +192,7 @@ class SplitUpdate:
 
         has_directions = state.estimations > 0
         # `valid` is equal on all replicas: all take the same branch.
-        valid, *split_parts = tf.cond(
-            has_directions, project, without_directions
-        )
+        valid, *results = tf.cond(has_directions, project, without_directions)
         invalid = has_directions & ~valid
         count_each(
             invalid,
@@ -204,10 +202,10 @@ class SplitUpdate:
             "they are dropped and estimated again.",
         )
         when(invalid, state.forget)
-        coefficients, *parts = tf.cond(
-            valid, lambda: split_parts, keep_gradients
+        coefficients, *remainders = tf.cond(
+            valid, lambda: results, keep_gradients
         )
-        remainder = iter(parts)
+        remainder = iter(remainders)
         return coefficients, [
             None if g is None else next(remainder) for g in step.gradients
         ]
@@ -227,7 +225,7 @@ class SplitUpdate:
             if inner.nesterov:
                 projected = inner.momentum * projected
             change -= self._rate_scale() * projected
-        # Finite coefficients suffice: `max |V p| <= |p|`.
+        # Check only p: V p is then finite, because `max |V p| <= |p|`.
         return zero_unless_finite(change)
 
     def _scale(self, change: tf.Tensor) -> tf.Tensor:
@@ -253,10 +251,10 @@ class SplitUpdate:
         weights = model.trainable_variables
         space, length = flat_space(weights), self.state.layout.length
         order = indices_in(self.step, weights)
-        before = [tf.identity(v.value) for v in weights]
+        old_values = [tf.identity(v.value) for v in weights]
 
         def add() -> None:
-            changes = map(tf.subtract, [v.value for v in weights], before)
+            changes = map(tf.subtract, [v.value for v in weights], old_values)
             change = space.join(list(changes), length)
             # Weights without a gradient stay unchanged.
             added = zero_unless_finite(correction(change))

@@ -75,7 +75,7 @@ class State(Slots):
         previous: The previous step d; zero if it was rejected.
         tries: Number of tries of all steps.
         rejected: Number of steps without an accepted try.
-        settled: Number of steps at the rounding error of the loss.
+        settled: Number of steps whose reduction is below rounding errors.
         last: Values of `last_step`, not saved.
     """
 
@@ -116,8 +116,8 @@ class State(Slots):
     def last_step(self) -> dict[str, float]:
         """Values of the last step; empty before the first step."""
         values = [float(v) for v in self.last.numpy()]
-        known = not math.isnan(values[-1])
-        return dict(zip(_NAMES, values, strict=True)) if known else {}
+        has_run = not math.isnan(values[-1])
+        return dict(zip(_NAMES, values, strict=True)) if has_run else {}
 
 
 class GaussNewtonMethod(Method):
@@ -131,9 +131,9 @@ class GaussNewtonMethod(Method):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.states: tuple[State, ...] = ()
-        self.conditions: Conditions | None = None  # model of `minimize`
-        # Outputs and scalars per example, set when a step is traced.
+        # Outputs, and scalars of a forward pass, per example; set in a trace.
         self.outputs, self.activations = 1, 0
+        self.conditions: Conditions | None = None  # the model in `minimize`
 
     # ------------------------------------------------------------ the step
     @override
@@ -145,7 +145,7 @@ class GaussNewtonMethod(Method):
         self.outputs = max(rows.size for rows in objective.rows)
         self.activations = max(activations(model, r) for r in objective.rows)
         spaces = self.spaces(objective, residuals)
-        # In the space of weights the number of residuals is not limited.
+        # Limit the residuals, unless the space of weights can be used.
         checks: list[tf.Operation] = []
         if PARAMETERS not in spaces and not isinstance(residuals, int):
             checks = [self.limits.check_residuals(residuals)]
@@ -167,8 +167,8 @@ class GaussNewtonMethod(Method):
             if len(searches) == 1:
                 result = searches[0]()
             else:
-                most = min(self.space.size - 1, self.limits.max_residuals())
-                result = tf.cond(residuals <= most, *searches)
+                limit = min(self.space.size - 1, self.limits.max_residuals())
+                result = tf.cond(residuals <= limit, *searches)
             state.record(result, residuals, self.job.name)
             return Update(gradients_of(result.change))
 
@@ -184,14 +184,14 @@ class GaussNewtonMethod(Method):
         learning rate 1 computes `w + d`.
         """
         indices = iter(indices_in(step, self.job.model.trainable_variables))
-        by_gradient = [
+        weight_indices = [
             None if g is None else next(indices) for g in step.gradients
         ]
-        step.drop_gradients(range(len(by_gradient)), loss)
+        step.drop_gradients(range(len(weight_indices)), loss)
 
         def gradients(change: tf.Tensor) -> Gradients:
             tensors = self.space.split(-change)
-            return [None if i is None else tensors[i] for i in by_gradient]
+            return [None if i is None else tensors[i] for i in weight_indices]
 
         return gradients
 
@@ -203,7 +203,7 @@ class GaussNewtonMethod(Method):
         jacobian: Jacobian,
         state: State,
     ) -> Search:
-        """Try dampings in a space until a step lowers the loss."""
+        """Try dampings, solving in `space`, until a step lowers the loss."""
         equations: NormalEquations
         derivatives: Callable[[tf.Tensor], tf.Tensor]
         if space == RESIDUALS:
@@ -253,9 +253,9 @@ class GaussNewtonMethod(Method):
     def spaces(
         self, objective: Objective, residuals: int | tf.Tensor
     ) -> tuple[str, ...]:
-        """Return the space of a step; both spaces to choose at run time."""
+        """Return the solve space of a step; both if chosen at run time."""
         replicas = self.job.topology.replicas
-        # Replicas may have different numbers of examples.
+        # Several replicas may have different numbers of residuals.
         is_known = isinstance(residuals, int) and replicas == 1
         terms = objective.step.batch.terms
         return choose_solve_spaces(
@@ -279,10 +279,10 @@ class GaussNewtonMethod(Method):
 
     @property
     def limits(self) -> Limits:
-        """Sizes and memory limit of a step."""
-        most = self.settings.max_bytes or DEFAULT_MAX_BYTES
+        """The sizes of a step, and its memory limit."""
+        max_bytes = self.settings.max_bytes or DEFAULT_MAX_BYTES
         n, dtype = self.space.size, self.space.dtype
-        return Limits(n, dtype, most, self.outputs, self.activations)
+        return Limits(n, dtype, max_bytes, self.outputs, self.activations)
 
     @override
     def create(self) -> Sequence[Tracked]:
@@ -352,14 +352,14 @@ class GaussNewtonMethod(Method):
 
     @override
     def communication_bytes(self) -> dict[str, dict[str, int]]:
-        size, wide = self.space.size, self.space.dtype.size
+        size, item = self.space.size, self.space.dtype.size
         sizes = {
-            "gradients": size * wide,
-            "curvature": packed_size((size, size)) * wide,
+            "gradients": size * item,
+            "curvature": packed_size((size, size)) * item,
             # Losses before the step and after the first try.
             "losses": 2 * tf.float64.size,
             # Right-hand side for the acceleration in the first try.
-            "acceleration": size * wide * self.settings.acceleration,
+            "acceleration": size * item * self.settings.acceleration,
         }
         workers = self.job.topology.replicas
         plain = {k: all_reduce_bytes(v, workers) for k, v in sizes.items()}

@@ -86,7 +86,7 @@ class Rows(NamedTuple):
     def apply_root(
         self, rows: tf.Tensor, first: Any = 0, end: tf.Tensor | None = None
     ) -> tf.Tensor:
-        """`B^T` times rows `(examples, size, n)` of examples `[first, end)`."""
+        """Multiply rows `(k, size, n)` of examples `[first, end)` by `B^T`."""
         end = tf.shape(rows)[0] if end is None else end
         columns = tf.split(rows, [x.size for x in self.loss_inputs], 1)
         pairs = zip(self.loss_inputs, columns, strict=True)
@@ -133,20 +133,20 @@ class Jacobian:
     def _add_gram(
         self, rows: Rows, sums: Sequence[tf.Tensor]
     ) -> Sequence[tf.Tensor]:
-        """Add `J^T dL/dy` and the bands of `K^T K`, block by block."""
+        """Add the gradient `J^T dL/dy` and `K^T K` of `rows` to `sums`."""
         output_rows, examples = self._output_rows(rows), rows.examples
         slopes = tf.concat([x.slopes for x in rows.loss_inputs], 1)
         block = max(self.block // rows.size, 1)
 
         def add(first: tf.Tensor, gradient: tf.Tensor, *sums: Any) -> Any:
-            end = tf.minimum(first + block, examples)
-            jacobian = output_rows(first, end)
-            column = tf.reshape(slopes[first:end], [-1, 1])
+            stop = tf.minimum(first + block, examples)
+            jacobian = output_rows(first, stop)
+            column = tf.reshape(slopes[first:stop], [-1, 1])
             gradient += tf.matmul(flat(jacobian), column, transpose_a=True)[
                 :, 0
             ]
-            new = bands(flat(rows.apply_root(jacobian, first, end)))
-            return end, gradient, *map(tf.add, sums, new)
+            block_bands = bands(flat(rows.apply_root(jacobian, first, stop)))
+            return stop, gradient, *map(tf.add, sums, block_bands)
 
         _, *sums = tf.while_loop(
             lambda first, *_: first < examples,
@@ -174,9 +174,9 @@ class Jacobian:
             tf.concat([flat_output(r.output, r) for r in rows.loss_inputs], 1)
             for rows in self.rows
         ]
-        square = _DIFFERENCE_FRACTION**2
+        squared_fraction = _DIFFERENCE_FRACTION**2
         weighed = [
-            rows.apply_root(((p - 2 * y + q) / square)[..., None])
+            rows.apply_root(((p - 2 * y + q) / squared_fraction)[..., None])
             for rows, p, y, q in zip(
                 self.rows, plus, center, minus, strict=True
             )
@@ -184,13 +184,13 @@ class Jacobian:
         return tf.concat([tf.reshape(y, [-1]) for y in weighed], 0)
 
     def pull(self, vector: tf.Tensor) -> tf.Tensor:
-        """`K^T v` for v of shape `(m,)`, by blockwise backward passes."""
+        """Return `K^T v` for v of shape `(m,)` by blockwise backward passes."""
         sizes = [rows.size * rows.examples for rows in self.rows]
         pairs = zip(self.rows, tf.split(vector, sizes), strict=True)
         return tf.add_n([self._pull(rows, v) for rows, v in pairs])
 
     def _pull(self, rows: Rows, vector: tf.Tensor) -> tf.Tensor:
-        """`K^T` times a vector for the K of the examples in `rows`."""
+        """Return `K^T v` for the rows of K of the examples in `rows`."""
         vector = tf.reshape(vector, [-1, rows.size])
 
         def add(first: tf.Tensor, total: tf.Tensor) -> Any:
@@ -346,8 +346,8 @@ class Objective:
     ) -> tuple[tf.Tensor, Jacobian]:
         """Return the loss, float64, and the Jacobian at the current weights.
 
-        Loss and Jacobian are those of this replica's examples. The outputs of
-        the training step's forward pass are reused. `block` is the number of
+        Loss and Jacobian are over this replica's examples. The outputs of the
+        training step's forward pass are reused. `block` is the number of
         rows per block of the Jacobian.
         """
         model, dtype = self.step.job.model, self.space.dtype
@@ -391,7 +391,7 @@ class Objective:
     def total(
         self, matrix: tf.Tensor, gradient: tf.Tensor, loss: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Sum over all replicas; send the upper triangle of the matrix."""
+        """Sum over all replicas, sending a triangle of the symmetric matrix."""
         group = self.step.group
         if group.size == 1:
             return matrix, gradient, loss
@@ -401,7 +401,7 @@ class Objective:
 
 
 def rows_of(step: Step, call: ForwardCall) -> list[Rows]:
-    """Return a `Rows` for the model call, or one for each condition."""
+    """Return one `Rows` for the model, or one per condition of `minimize`."""
     model = step.job.model
     sizes = [0] * len(keras.tree.flatten(call.outputs))
     for index, output in outputs_of_losses(step, call):
@@ -416,7 +416,7 @@ def rows_of(step: Step, call: ForwardCall) -> list[Rows]:
     leaves = keras.tree.flatten((call.args, call.kwargs))
     shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in leaves]
     tensors = [i for i, shape in enumerate(shapes) if len(shape) > 0]
-    # Arguments with the batch axis of the first tensor.
+    # Tensors whose first axis has the first tensor's size hold the examples.
     batched = [i for i in tensors if shapes[i][0] == shapes[tensors[0]][0]]
 
     def outputs(points: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
@@ -441,7 +441,7 @@ def condition_of(
 def outputs_of_losses(
     step: Step, call: ForwardCall
 ) -> list[tuple[int, Output]]:
-    """Return, for each loss, the model output used and the output's index."""
+    """Return (index, output) of the model output that each loss uses."""
     flat = keras.tree.flatten(call.outputs)
     indices = {id(output): i for i, output in enumerate(flat)}
     result = []
@@ -471,14 +471,14 @@ def find_loss_inputs(
     for terms, share, (i, output) in zip(losses, shares, outputs, strict=True):
         # The leaves are the logits, if any, and then the output.
         leaves = readings[i].leaves
-        used = next(k for k, slope in enumerate(slopes[i]) if slope is not None)
-        is_logits = used < len(leaves) - 1
-        size = math.prod(leaves[used].shape[1:])
-        slope = tf.reshape(tf.cast(slopes[i][used], dtype), [-1, size])
+        leaf = next(k for k, slope in enumerate(slopes[i]) if slope is not None)
+        is_logits = leaf < len(leaves) - 1
+        size = math.prod(leaves[leaf].shape[1:])
+        slope = tf.reshape(tf.cast(slopes[i][leaf], dtype), [-1, size])
         scale = scale_of(terms, share, replicas)
-        values = tf.cast(leaves[used], dtype)
+        values = tf.cast(leaves[leaf], dtype)
         root = root_of(output, values, is_logits, scale)
-        result.append(LossInput(i, is_logits, leaves[used], slope, root, size))
+        result.append(LossInput(i, is_logits, leaves[leaf], slope, root, size))
     return result
 
 
@@ -493,5 +493,5 @@ def scale_of(terms: LossTerms, share: tf.Tensor, replicas: int) -> tf.Tensor:
 
 
 def as_float64(loss: tf.Tensor) -> tf.Tensor:
-    """Sum to float64; Keras does not reduce the loss of an empty batch."""
+    """Sum a loss to a scalar: Keras leaves the loss of an empty batch empty."""
     return tf.cast(tf.reduce_sum(loss), tf.float64)

@@ -50,14 +50,14 @@ class NormalEquations(abc.ABC):
     matrix: tf.Tensor  # `K^T K + R` or `K K^T`
 
     def factor(self, shift: tf.Tensor) -> tf.Tensor:
-        """Cholesky factor of `matrix + shift I`; NaN if not positive."""
+        """Return the Cholesky factor of `matrix + shift I`; NaN if it fails."""
         diagonal = tf.linalg.diag_part(self.matrix) + shift
         damped = tf.linalg.set_diag(self.matrix, diagonal)
         return tf.linalg.cholesky(damped)
 
     @abc.abstractmethod
     def step(self, factor: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
-        """The step d for a Cholesky factor."""
+        """Return the step d, given the result of `factor`."""
 
     @abc.abstractmethod
     def correction(
@@ -84,8 +84,8 @@ class ParameterSpace(NormalEquations):
 
     @override
     def step(self, factor: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
-        right = self.gradient + tf.linalg.matvec(self.matrix, start)
-        return start - solve(factor, right)
+        rhs = self.gradient + tf.linalg.matvec(self.matrix, start)
+        return start - solve(factor, rhs)
 
     @override
     def correction(
@@ -110,8 +110,8 @@ class ResidualSpace(NormalEquations):
 
     @override
     def step(self, factor: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
-        right = self.residuals + row_products(self.rows, start)
-        dual = solve(factor, right)
+        rhs = self.residuals + row_products(self.rows, start)
+        dual = solve(factor, rhs)
         return start - tf.linalg.matvec(self.rows, dual, transpose_a=True)
 
     @override
@@ -128,7 +128,7 @@ class ResidualSpace(NormalEquations):
 
 
 def unit(mean: tf.Tensor) -> tf.Tensor:
-    """The unit of the damping; 1 if the diagonal is zero (an empty batch)."""
+    """Return `mean`, or 1 if `mean` is 0, as the unit of the damping."""
     return tf.where(mean == 0, tf.ones_like(mean), mean)
 
 
@@ -142,12 +142,12 @@ def inner(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.reduce_sum(left * right), tf.float64)
 
 
-LARGEST = 1e6  # upper bound of the damping
 # Upper bound of `2 |correction| / |d|` of geodesic acceleration.
 _MAX_CORRECTION_RATIO = 0.75
-_GROWTH = 4.0  # factor of the damping after the first rejected try
-# Smallest reduction of the loss above rounding, in machine epsilons of it.
+# A smaller reduction counts as a rounding error; in epsilons of the loss.
 _MIN_REDUCTION = 8
+_GROWTH = 4.0  # factor of the damping after the first rejected try
+LARGEST = 1e6  # upper bound of the damping
 
 
 class Search(NamedTuple):
@@ -188,19 +188,19 @@ def search(
     collectives, because all replicas make the same tries.
     """
     gradient, dtype = equations.gradient, equations.gradient.dtype
-    floor = _MIN_REDUCTION * rounding(precision) * tf.abs(before)
-    min_damping = 1e-14 if dtype == tf.float64 else 1e-8  # rounding error
+    rounding_error = _MIN_REDUCTION * rounding(precision) * tf.abs(before)
+    min_damping = 1e-14 if dtype == tf.float64 else 1e-8  # near rounding
 
-    def attempt(index: tf.Tensor, last: Search) -> Search:
-        shift = tf.cast(last.damping, dtype) * equations.scale
+    def attempt(index: tf.Tensor, state: Search) -> Search:
+        shift = tf.cast(state.damping, dtype) * equations.scale
         start = tf.where(index > 0, tf.zeros_like(momentum), momentum)
         factor = equations.factor(shift)
         change = equations.step(factor, start)
         slope = rate * inner(gradient, change)
-        curve = tf.square(rate) * equations.curvature(change)
-        predicted = -(slope + curve / 2)
+        curvature = tf.square(rate) * equations.curvature(change)
+        predicted = -(slope + curvature / 2)
         if second_derivatives is not None:
-            # The correction is quadratic in the length of the step.
+            # Quadratic in the step: scale by the rate here and again below.
             derivatives = second_derivatives(change)
             correction = equations.correction(factor, derivatives)
             correction *= tf.cast(rate, dtype)
@@ -208,20 +208,20 @@ def search(
             is_small = 2 * tf.norm(correction) <= limit
             change += tf.where(is_small, correction, tf.zeros_like(correction))
         actual = before - loss(tf.cast(rate, dtype) * change)
-        # False for NaN. Reject a step with a predicted increase, even if the
-        # loss decreases by chance.
+        # Reject NaN, and a step with a predicted increase, even if the loss
+        # decreases by chance.
         accepted = (actual > 0) & (predicted > 0) & all_finite([change])
-        settled = ~accepted & (predicted >= 0) & (predicted <= floor)
+        settled = ~accepted & (predicted >= 0) & (predicted <= rounding_error)
         ratio = tf.minimum(actual / predicted, 1)
         multiplier = tf.maximum(1 - (2 * ratio - 1) ** 3, 1 / 3)
-        multiplier = tf.where(accepted, multiplier, last.growth)
+        multiplier = tf.where(accepted, multiplier, state.growth)
         multiplier = tf.where(settled, tf.ones_like(multiplier), multiplier)
         return Search(
-            tf.clip_by_value(last.damping * multiplier, min_damping, LARGEST),
-            2 * last.growth,
-            last.tries + 1,
+            tf.clip_by_value(state.damping * multiplier, min_damping, LARGEST),
+            2 * state.growth,
+            state.tries + 1,
             tf.where(accepted, change, tf.zeros_like(change)),
-            last.damping,
+            state.damping,
             predicted,
             actual,
             accepted,
@@ -229,7 +229,7 @@ def search(
         )
 
     zero = tf.constant(0, tf.float64)
-    first = Search(
+    initial = Search(
         damping,
         tf.constant(_GROWTH, tf.float64),
         tf.constant(0),
@@ -238,12 +238,12 @@ def search(
         *[tf.constant(False)] * 2,
     )
     return repeat(
-        lambda index, last: tf.cond(
-            last.accepted | last.settled,
-            lambda: last,
-            lambda: attempt(index, last),
+        lambda index, state: tf.cond(
+            state.accepted | state.settled,
+            lambda: state,
+            lambda: attempt(index, state),
         ),
-        first,
+        initial,
         0,
         max_tries,
     )

@@ -1,7 +1,7 @@
 """Checks of models, losses and memory for exact Gauss-Newton steps.
 
-Models and losses without residuals of single examples are rejected by name,
-steps that are too large by their number of bytes.
+An error names the layer or loss that has no residuals of single examples, or
+the bytes of a step that is too large.
 """
 
 import math
@@ -22,7 +22,7 @@ from tfkfac.shell.model import uses_xla
 from tfkfac.shell.tables import bytes_text, unit_of
 from tfkfac.training.guards import refuse
 
-_INSTEAD = "Leave it out, or use `tfkfac.KFAC` or another optimizer."
+_ADVICE = "Leave it out, or use `tfkfac.KFAC` or another optimizer."
 
 
 def check_model(model: keras.Model) -> None:
@@ -52,12 +52,12 @@ def check_model(model: keras.Model) -> None:
         if variable.constraint is not None:
             raise ValueError(
                 f"Variable '{variable.path}' has a constraint, which "
-                f"`GaussNewton` does not support. {_INSTEAD}"
+                f"`GaussNewton` does not support. {_ADVICE}"
             )
 
 
 def train_without_xla(model: keras.Model) -> None:
-    """Turn XLA off, which Keras turns on for GPUs, with a warning."""
+    """Turn off XLA, which Keras turns on for GPUs, and warn."""
     if not uses_xla(model):
         return
     warnings.warn(
@@ -104,8 +104,8 @@ def check_call(
                 "`GaussNewton` cannot split into examples. "
                 f"Received: {leaf}"
             )
-    changed_by_training, losing = changed_layers(model, call)
-    for name in losing:
+    changed_by_training, loss_adding = changed_layers(model, call)
+    for name in loss_adding:
         raise ValueError(
             f"Layer '{name}' of model '{model.name}' adds a loss, whose "
             "residuals are unknown to `GaussNewton`. Return the residuals as "
@@ -116,7 +116,7 @@ def check_call(
             f"Layer '{changed}' of model '{model.name}' changes its state in "
             "training, as batch normalisation and dropout do. `GaussNewton` "
             "needs outputs that depend only on the example and the weights. "
-            f"{_INSTEAD}"
+            f"{_ADVICE}"
         )
     returned = {id(t): t for t in keras.tree.flatten(call.outputs)}
     for loss_terms in terms:
@@ -138,8 +138,8 @@ def check_call(
                 "`train_step` does."
             )
         assert loss_terms.call is not None
-        exact = any(v.dtype == "float64" for v in model.trainable_variables)
-        if exact and (loss := loss_terms.call.loss).dtype != "float64":
+        double = any(v.dtype == "float64" for v in model.trainable_variables)
+        if double and (loss := loss_terms.call.loss).dtype != "float64":
             warnings.warn(
                 f"Loss '{loss.name}' of model '{model.name}' is computed in "
                 f"{loss.dtype}, although weights are float64. Its rounding "
@@ -198,8 +198,6 @@ _COPIES = {PARAMETERS: 2, RESIDUALS: 3}
 MAX_STORED = 2**23
 # Placeholder in a message for a number of bytes that is known at run time.
 _NEED = "{}"
-
-
 _MIN_BLOCK_ROWS = 256
 
 
@@ -213,7 +211,7 @@ class Limits(NamedTuple):
     activations: int = 0  # scalars of a forward pass per example
 
     def peak_bytes(self, space: str, residuals: int) -> int:
-        """Peak memory of a step in bytes, with the passes of the model."""
+        """Return the peak memory of a step in bytes, including model passes."""
         n, m = self.weights, residuals
         size, rows = (n, min(m, self.block)) if space == PARAMETERS else (m, m)
         scalars = _MATRICES * size * size + rows * self._row(space)
@@ -235,15 +233,15 @@ class Limits(NamedTuple):
 
     @property
     def pass_examples(self) -> int:
-        """Examples per backward pass, which stores `MAX_STORED` scalars."""
+        """Examples per backward pass, to store up to `MAX_STORED` scalars."""
         return max(MAX_STORED // max(self.activations, 1), 1)
 
     def space(self, solve: str, residuals: int) -> str:
         """Return `solve`; for "auto", the smaller space that fits in memory."""
         if solve != AUTO:
             return solve
-        few = residuals < self.weights
-        first, second = (RESIDUALS, PARAMETERS)[:: 1 if few else -1]
+        is_small = residuals < self.weights
+        first, second = (RESIDUALS, PARAMETERS)[:: 1 if is_small else -1]
         if self.allows(second, residuals) and not self.allows(first, residuals):
             return second
         return first
@@ -264,12 +262,12 @@ class Limits(NamedTuple):
         scalars = _MATRICES * m * m + m * self._row(RESIDUALS)
         size, unit = unit_of(self.max_bytes)
         need = tf.cast(self.dtype.size * scalars, tf.float64) / size
-        before, after = self.refusal(RESIDUALS, _NEED).split(_NEED)
-        text = [before, tf.strings.as_string(need, 2), f" {unit}", after]
-        return refuse(m > self.max_residuals(), tf.strings.join(text))
+        prefix, suffix = self.refusal(RESIDUALS, _NEED).split(_NEED)
+        pieces = [prefix, tf.strings.as_string(need, 2), f" {unit}", suffix]
+        return refuse(m > self.max_residuals(), tf.strings.join(pieces))
 
     def _row(self, space: str) -> int:
-        """Return the number of scalars in memory per row."""
+        """Return the number of scalars in memory per row of K."""
         return _COPIES[space] * self.weights + self.activations
 
     def refusal(self, space: str, need: str) -> str:

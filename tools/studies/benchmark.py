@@ -32,7 +32,7 @@ from common.arguments import parse_variant, positive
 from common.tables import table
 
 FIRST_ORDER = ("sgd", "adam", "adamw", "muon")
-BASES = ("sgd", "adam")  # optimizers by whose times others are divided
+BASES = ("sgd", "adam")  # baselines of the ratios
 SHAPES = {
     "M1": (784,),
     "M2": (28, 28, 1),
@@ -53,10 +53,10 @@ CLASSES = 10
 RATE = 1e-4  # small: the loss stays finite for any number of steps
 EPOCH = 25  # batches of an epoch of `fit`; the last has a third of the rows
 FOSI_ESTIMATION = 2  # step in which FOSI estimates its directions, once
-WARM_UP = 5  # steps that do not count, the first among them
-SLICE = 10  # steps of a variant before those of the next variant
-THREADS = 2  # of a process
-MIN_STEPS = 20  # steps of a round: short intervals are run several times
+WARM_UP = 5  # steps that are not timed, including the first step
+SLICE = 10  # steps of a variant before the next variant runs
+THREADS = 2  # threads of each process
+MIN_STEPS = 20  # per round, which repeats short intervals
 GRACE_S = 20.0  # time for a process to end by itself
 
 Row = dict[str, Any]  # results of a variant on a model, as in the JSON file
@@ -65,7 +65,7 @@ Times = list[tuple[float, float]]  # wall and processor seconds of each step
 
 # ------------------------------------------------------------------ the worker
 class Turns:
-    """Time steps; wait for the next request where enough have been run.
+    """Time the steps of a training, as many as the parent process requests.
 
     Args:
         training: The training.
@@ -81,19 +81,19 @@ class Turns:
         self._questions = questions
         self._answers = answers
         self._times: Times = []
-        self._wanted = 1
+        self._num_steps = 1
         self._last = _now()
 
     def end_of_step(self) -> bool:
         """Record the time of a step; return True to run another step."""
         now = _now()
         self._times.append((now[0] - self._last[0], now[1] - self._last[1]))
-        if len(self._times) == self._wanted:
+        if len(self._times) == self._num_steps:
             self._answer(self._times)
-            self._times, self._wanted = [], self._next_request()
+            self._times, self._num_steps = [], self._next_request()
             now = _now()
         self._last = now
-        return self._wanted > 0
+        return self._num_steps > 0
 
     def _next_request(self) -> int:
         """Answer requests until one asks for steps; return 0 at the end."""
@@ -146,8 +146,8 @@ class Training:
     def run(self, end_of_step: Callable[[], bool]) -> None:
         """Compile; train until `end_of_step` returns False."""
         self._model.compile(self._optimizer, self._loss)
-        # A variable that is created in the first trace costs Keras'
-        # optimizers, but not those of tfkfac, a second trace.
+        # Create variables now: if the first trace creates them, Keras'
+        # optimizers, but not those of tfkfac, need a second trace.
         self._optimizer.build(self._model.trainable_variables)
         if self._mode == "fit":
             self._fit(end_of_step)
@@ -208,7 +208,7 @@ class Training:
 
 
 def mlp_size(model: str) -> tuple[int, int] | None:
-    """Return width and depth of "mlp-WIDTHxDEPTH"; None of other models."""
+    """Return (width, depth) of "mlp-WIDTHxDEPTH"; None for other models."""
     match = re.fullmatch(r"mlp-([1-9]\d*)x([1-9]\d*)", model)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -294,7 +294,7 @@ def make_optimizer(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def work(task: str) -> None:
-    """Train as a task in JSON says, in this process."""
+    """Train in this process, by a description of the task in JSON."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     training = Training(**json.loads(task))
@@ -303,7 +303,7 @@ def work(task: str) -> None:
 
 # --------------------------------------------------------------- the processes
 class DiedError(Exception):
-    """A process has ended before its time."""
+    """A process has ended too early."""
 
 
 class Job:
@@ -390,7 +390,7 @@ class Job:
 
 
 def phases(period: int, first: int, times: Sequence[float]) -> Sequence[float]:
-    """Return the time of each phase of an interval, medians of intervals.
+    """Return median step times by the position of a step in its interval.
 
     A step of K-FAC takes longer where factors or inverses are due, so steps
     are sorted by their number modulo the interval. The mean of the phases is
@@ -429,7 +429,7 @@ def measure(
 def measure_first_steps(
     model: str, variants: Sequence[str], options: argparse.Namespace
 ) -> list[Row]:
-    """Return medians of the first step over several processes each."""
+    """Return the median time of the first step over several processes."""
     runs: list[list[Row]] = [[] for _ in variants]
     for _ in range(options.first_step):
         for rows, variant in zip(runs, variants, strict=True):
@@ -451,7 +451,7 @@ def measure_first_steps(
 def start(
     model: str, variant: str, options: argparse.Namespace
 ) -> tuple[Row, Job | None]:
-    """Return a job after its first step; None, with the reason, if it died."""
+    """Return the row and the job after its first step; None if it died."""
     row: Row = {"model": model, "variant": variant}
     try:
         job = Job(model, variant, options)
@@ -471,7 +471,7 @@ def run(
     inverse: int,
     options: argparse.Namespace,
 ) -> None:
-    """Run whole intervals, in turns; add their times to the rows."""
+    """Run whole intervals of all jobs alternately; add times to the rows."""
     period = math.lcm(factor, inverse)
     steps = options.rounds * period * max(1, -(-MIN_STEPS // period))
     firsts = [job.steps for _, job in jobs]
@@ -482,7 +482,7 @@ def run(
     for begin in range(0, steps, SLICE):
         for record, (_, job) in order:
             record += job.run(min(SLICE, steps - begin))
-        order.reverse()  # no job always runs after the same other job
+        order.reverse()  # so that each job follows different jobs
     for (row, _), first, pairs in zip(jobs, firsts, times, strict=True):
         wall, processor = (
             phases(period, first, [1e3 * seconds for seconds in column])
@@ -499,7 +499,7 @@ def run(
 
 
 def compare(rows: list[Row]) -> list[Row]:
-    """Add the ratios to SGD and Adam, where these were run too."""
+    """Add the ratios to SGD and Adam, if SGD and Adam were run."""
     for name in BASES:
         base = next((row for row in rows if row["variant"] == name), {})
         for row in rows:

@@ -1,4 +1,4 @@
-"""Arguments, versions and environments that the studies have in common."""
+"""Command-line arguments, versions and environments for all studies."""
 
 import argparse
 import datetime
@@ -11,7 +11,7 @@ from typing import Any
 
 STUDIES = pathlib.Path(__file__).parent
 ROOT = STUDIES.parents[1]
-# Modules of the scripts at the top of tools/, and of the examples.
+# Import modules from tools/ and examples/, too.
 sys.path += [str(ROOT / "tools"), str(ROOT / "examples")]
 
 
@@ -49,7 +49,7 @@ def installed(module: str) -> str | None:
 def process_environment(
     threads: int, folder: pathlib.Path | None = None
 ) -> dict[str, str]:
-    """Return the environment of a process that is measured, on the CPU.
+    """Return the environment variables of a measured process, on the CPU.
 
     Args:
         threads: Threads of an operation.

@@ -26,9 +26,9 @@ from tfkfac.factors.base import Wire
 from tfkfac.kfac.placement import BlockCost, Loads, Numbers
 from tfkfac.solvers.registry import make_solver
 
-# Orders of magnitude, between those of CPUs and GPUs: operations of matrix
-# products in the time of a Cholesky inverse (5 n^3), of an eigen-decomposition
-# (150 n^3), and of moving a byte of memory.
+# Operations of matrix products in the time of (Cholesky inverse) / n^3, of
+# (eigen-decomposition) / n^3, and of moving a byte in memory. Rough values,
+# between CPUs and GPUs.
 _INVERSE, _EIGEN, _MEMORY = 5.0, 150.0, 20.0
 
 
@@ -40,7 +40,7 @@ class Machine:
         flops: Floating point operations a second of matrix products.
         bandwidth: Bytes a second that a worker receives.
         latency: Seconds of a small message.
-        overhead: Seconds of a step beside all that is modelled.
+        overhead: Seconds of a step that the model does not explain.
     """
 
     flops: float
@@ -50,17 +50,17 @@ class Machine:
 
     @property
     def inverse(self) -> float:
-        """Cholesky inverses of size n: n^3 a second."""
+        """Speed of Cholesky inverses, in n^3 per second for size n."""
         return self.flops / _INVERSE
 
     @property
     def eigen(self) -> float:
-        """Eigen-decompositions of size n: n^3 a second."""
+        """Speed of eigen-decompositions, in n^3 per second for size n."""
         return self.flops / _EIGEN
 
     @property
     def memory(self) -> float:
-        """Bytes of memory a second."""
+        """Bytes moved in memory per second."""
         return self.flops / _MEMORY
 
     def products(self, multiplications: float) -> float:
@@ -103,7 +103,7 @@ class CallShapes(NamedTuple):
 
 
 class Network:
-    """The calls of a model's layers for a batch; traced, not run.
+    """Shapes of all layer calls of a model for a batch, found by tracing.
 
     Args:
         model: A functional or sequential model with known sizes of its inputs.
@@ -115,7 +115,7 @@ class Network:
 
     def __init__(self, model: keras.Model, batch: int) -> None:
         self._calls: dict[int, list[CallShapes]] = {}
-        # A sequential model knows its only input by this name.
+        # Pass a single input as a tensor, as a sequential model expects.
         one = len(model.inputs) == 1
         specs = keras.tree.map_structure(
             lambda t: tf.TensorSpec([batch, *t.shape[1:]], t.dtype),
@@ -174,7 +174,7 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The work of a batch of `size` examples, equal under all plans.
+    """Work for a batch of `size` examples, which is equal in all plans.
 
     Attributes:
         fraction: Share of the examples in the statistics, see `KFAC`.
@@ -230,7 +230,7 @@ def _statistics(network: Network, block: Block) -> tuple[float, float]:
     calls, rows = network.calls(block), network.rows(block)
     g = block.factors["G"]
     outputs = sum(math.prod(call.outputs) for call in calls)
-    if "A" not in block.factors:  # an example's gradient, element by element
+    if "A" not in block.factors:  # squares of the gradient of each example
         return 0.0, 2.0 * outputs
     of_g = rows * g.multiplications
     if isinstance(block.factors["A"], Diagonal):  # tokens are counted
@@ -243,16 +243,16 @@ def _statistics(network: Network, block: Block) -> tuple[float, float]:
     return inputs + of_g, patches + outputs
 
 
-# Plans within this factor of the fastest are equal: the memory decides.
+# Among plans within this factor of the fastest, choose the least memory.
 _LEVEL = 1.02
-# Passes through memory: of a layer's output in a step; of a weight, a factor or
-# a decomposition when it is updated.
+# Number of passes through memory: for a layer's output in a step; for a weight,
+# factor or decomposition in an update.
 _OUTPUT_MOVES, _RENEWAL_MOVES = 6, 4
-_FLOAT = 4  # bytes
+_FLOAT = 4  # bytes of a float32
 
 
 class Candidate(NamedTuple):
-    """A way to distribute K-FAC.
+    """A distribution mode of K-FAC with a solver.
 
     Attributes:
         distribution: The mode.
@@ -372,7 +372,7 @@ def compare(
 def recommend(
     estimates: Sequence[Estimate], factor_interval: int, inverse_interval: int
 ) -> Estimate:
-    """Return the fastest estimate; within 2 % that of least memory."""
+    """Return the estimate of least memory within 2 % of the fastest."""
     intervals = factor_interval, inverse_interval
     least = min(one.amortised(*intervals) for one in estimates)
     level = [

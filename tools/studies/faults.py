@@ -49,7 +49,7 @@ class Fault(NamedTuple):
     left: int = 0
 
 
-# Of the watch, or of the `fit` whose collective has failed before.
+# A line of `Watch`, or the error that `fit` raises after a failed collective.
 SAYS = "^tfkfac.*: worker {} at .* "
 FAILED = SAYS.format(1) + "has failed: "
 GONE = SAYS + "is gone without a word"
@@ -98,7 +98,7 @@ FAULTS: Mapping[str, Fault] = {
 
 # ------------------------------------------------------------------ the worker
 def work(name: str, directory: str) -> None:
-    """Train, with the fault if this is the faulty worker."""
+    """Train; on the faulty worker, cause the fault."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -169,7 +169,7 @@ def work(name: str, directory: str) -> None:
 
 
 def act(fault: str, begin: Callable[[], None]) -> None:
-    """Run the fault of a callback."""
+    """Cause a fault inside a callback."""
     signals = {
         "kill": signal.SIGKILL,
         "kill first": signal.SIGKILL,

@@ -1,6 +1,6 @@
 """The trainings of a study, stage by stage.
 
-Of tiny problems all rates are trained with all seeds. Otherwise settings are
+For tiny problems all rates are trained with all seeds. Otherwise settings are
 searched on held-out training data: the grid, rates beyond it while the best
 rate is at its edge, then weight decays. Settings searched with small models are
 searched again at full size: half and double of the best rate until it is
@@ -31,8 +31,7 @@ from targets.study import Record
 
 MAX_BEYOND = 3  # rates beyond those of the grid
 SEARCH_SEED = 0
-# Settings whose errors are within 1 % of the best are equally good: the
-# quickest is taken.
+# Among settings with errors within 1 % of the best, choose the quickest.
 TOLERANCE = 0.01
 
 
@@ -119,7 +118,7 @@ class Plan:
     def _beyond(
         self, methods: Sequence[str], records: Sequence[Record]
     ) -> Iterator[Run]:
-        """Yield the rate beyond the best if that is the first or the last."""
+        """Yield a rate beyond the grid if the best rate is at its edge."""
         for problem, method in self._pairs(methods):
             best = self.chosen(problem, method, records)
             if best is None or best.rate is None:
@@ -140,7 +139,7 @@ class Plan:
     def _decays(
         self, methods: Sequence[str], records: Sequence[Record]
     ) -> Iterator[Run]:
-        """Yield the other decays, with the best setting of the first."""
+        """Yield the best setting with each other weight decay."""
         for problem, method in self._pairs(methods):
             first, *others = self._grid(problem, method).decays
             if best := self.chosen(problem, method, records, first):
@@ -168,7 +167,7 @@ class Plan:
                 yield dataclasses.replace(best, seed=SEARCH_SEED, **change)
 
     def _finals(self, records: Sequence[Record]) -> Iterator[Run]:
-        """Yield the best settings, seed by seed."""
+        """Yield the best setting of each method with each seed."""
         for seed in self.seeds:
             for problem, method in self._pairs(self.methods):
                 if best := self.final(problem, method, records):
@@ -177,7 +176,7 @@ class Plan:
     def final(
         self, problem: str, method: str, records: Sequence[Record]
     ) -> Run | None:
-        """Return the best setting, as searched again at the final size."""
+        """Return the best setting after the repeated search at full size."""
         if is_untuned(method) and self.size != TINY:
             adam = self.final(problem, "adam", records)
             (share,) = self._grid(problem, method).shares
@@ -239,28 +238,28 @@ class Plan:
         records: Sequence[Record],
         size: str | None = None,
     ) -> Iterator[Record]:
-        """Yield the records by which settings of a method are chosen."""
-        wanted = {
+        """Yield the records from which the setting of a method is chosen."""
+        expected = {
             "problem": problem,
             "method": method,
             "size": size or self.search_size,
             "data": self.data[problem],
         }
         if self.size != TINY:
-            wanted["phase"] = SEARCH
+            expected["phase"] = SEARCH
         for record in records:
-            if wanted.items() <= record["run"].items():
+            if expected.items() <= record["run"].items():
                 yield record
 
     @property
     def _searched_methods(self) -> list[str]:
-        """Methods whose settings are searched; of tiny problems, all."""
+        """Methods whose settings are searched: all, for tiny problems."""
         tiny = self.size == TINY
         return [name for name in self.methods if tiny or not is_untuned(name)]
 
     @property
     def _first_seeds(self) -> Sequence[int]:
-        """Seeds of all rates."""
+        """Seeds with which the settings of the search are trained."""
         return self.seeds if self.size == TINY else (SEARCH_SEED,)
 
     def _pairs(self, methods: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -283,8 +282,8 @@ def best_setting(
 ) -> Run | None:
     """Return the best setting, without a seed.
 
-    The quickest of those that are equally good, or that reach the target if
-    there is one. Of tiny problems, whose result is the loss, the best.
+    This is the quickest setting among the equally good settings, or among the
+    settings that reach `target`. For tiny problems it is the lowest loss.
     """
     settings = settings_of(records)
     losses = losses_of(

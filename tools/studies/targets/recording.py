@@ -9,7 +9,7 @@ import keras
 
 
 class Recorder(keras.callbacks.Callback):
-    """Measures the metric at regular steps, and at the last step.
+    """Measure the metric at regular steps, and at the last step.
 
     The clocks stop meanwhile. They start after the first step, which traces the
     graph and is recorded separately.
@@ -74,7 +74,7 @@ class Recorder(keras.callbacks.Callback):
 
 
 class Allowance(Recorder):
-    """Ends a training after some processor seconds.
+    """End a training after a given number of processor seconds.
 
     The learning rate falls linearly to 0 over this time.
 
@@ -97,7 +97,7 @@ class Allowance(Recorder):
         self._rate = rate
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Measure if a measurement is due; set the rate."""
+        """Measure if a measurement is due; set the learning rate."""
         self._stop(batch + 1)
         spent = min(self._elapsed[1] / self._seconds, 1.0)
         if spent >= (len(self.curve["step"]) + 1) / self._evaluations:

@@ -30,7 +30,7 @@ from targets.results import (
 from targets.run import Run
 from targets.study import Record, Records
 
-# K-FAC with its default step beside the best Adam.
+# K-FAC with natural-gradient steps, and the best Adam for other weights.
 NATURAL = "kfac:step=natural:rest=adam"
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
@@ -149,13 +149,13 @@ def full_table(comparisons: Sequence[Comparison]) -> Table:
 
 
 def _column(setting: Run) -> tuple[str, str]:
-    """Return the method, and the share of the epochs if it is not searched."""
+    """Return the method, and the fraction of the epochs if not searched."""
     is_part = is_untuned(setting.method) and setting.share != 1
     return setting.method, f", {setting.share:g} of the epochs" * is_part
 
 
 def _cell(row: Row, comparison: Comparison) -> str:
-    """Return the end of a method and, if it is ours, its ratio and claims."""
+    """Return the final metric; for K-FAC also the time ratio and the claims."""
     text = spread(row.finals)
     if row is comparison.best:
         return f"**{text}**"
@@ -322,7 +322,7 @@ def title(method: str) -> str:
     words = [TITLES.get(variant.name, "K-FAC")]
     if arguments.pop("step", None) == "spectral":
         words = ["spectral steps"]
-    arguments.pop("rest", None)  # the same in a whole table
+    arguments.pop("rest", None)  # equal in all columns of a table
     if arguments.pop("schedule", None):
         words.append("constant rate")
     words += [f"{name}={value}" for name, value in arguments.items()]

@@ -11,7 +11,7 @@ from targets.problems import TINY
 from targets.run import FINAL, Run
 from targets.study import Record
 
-SIGMAS = 3.0  # standard errors of a claim
+SIGMAS = 3.0  # standard errors above which a difference is claimed
 TIE = "tie"
 
 
@@ -41,7 +41,7 @@ def seconds_of(records: Sequence[Record]) -> float:
 
 
 def judge(differences: Sequence[float]) -> str:
-    """Return the claim of differences, one for each seed.
+    """Judge if the differences, one for each seed, are significant.
 
     Returns:
         "less" or "more" if (mean difference) * sqrt(n) is at least three
@@ -61,7 +61,7 @@ def judge(differences: Sequence[float]) -> str:
 # ------------------------------------------------------------ time to a target
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The comparison of a method with the target.
+    """Comparison of a method with the best baseline on a problem.
 
     Attributes:
         setting: Its setting.
@@ -146,11 +146,11 @@ def _row(
     best: Run,
     rivals: Sequence[Run],
 ) -> Row:
-    """Return the row of a method."""
+    """Compare the setting `own` with the baselines `rivals`."""
     own_seeds = {record["run"]["seed"] for record in settings[own]}
 
     def times(left_out: int | None) -> dict[Run, float]:
-        """Return the seconds of those that reach the target."""
+        """Return the seconds of the settings that reach the target."""
         curves = {
             one: mean_curve(
                 one,
@@ -223,7 +223,7 @@ def _is_timed(
 def geometric_means(
     comparisons: Sequence[Comparison],
 ) -> dict[str, tuple[float, int]]:
-    """Return mean ratio and number of problems, by variant of K-FAC."""
+    """Return the mean ratio and the number of problems of each method."""
     ratios: dict[str, list[float]] = defaultdict(list)
     for comparison in comparisons:
         for row in comparison.rows:

@@ -41,7 +41,7 @@ class Run:
 
     @property
     def row(self) -> Problem:
-        """The problem."""
+        """The `Problem` of this run."""
         return problem_of(self.problem, self.size)
 
     @property

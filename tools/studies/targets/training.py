@@ -26,7 +26,7 @@ from targets.run import FINAL, SEARCH, Run
 # Number of measurements of a run.
 EVALUATIONS = {SEARCH: 1, FINAL: 24}
 TINY_EVALUATIONS = 1
-LEARNT = 1024  # training examples that tiny problems are measured with
+LEARNT = 1024  # training examples in measurements of tiny problems
 SHIFT = 2  # maximal shift of augmented images, pixels
 
 
@@ -134,7 +134,7 @@ class Training:
         """
         keras.utils.set_random_seed(seed)
         fresh = models.build(self._run.problem, self._run.size)
-        self.measure()  # trace its graph
+        self.measure()  # trace the graph of the measurement
         for part, state in self._optimizers.items():
             part.load_own_variables(state)
         for own, new in zip(self.model.variables, fresh.variables, strict=True):
@@ -156,9 +156,9 @@ class Training:
 
 def _parts(optimizer: Any) -> list[keras.optimizers.Optimizer]:
     """Return an optimizer and its inner optimizers."""
-    inside = vars(optimizer).values()
-    kind = keras.optimizers.Optimizer
-    return [optimizer, *(part for part in inside if isinstance(part, kind))]
+    attributes = vars(optimizer).values()
+    base = keras.optimizers.Optimizer
+    return [optimizer, *(x for x in attributes if isinstance(x, base))]
 
 
 def batches(run: Run, data: Data, seed: int) -> tf.data.Dataset:
