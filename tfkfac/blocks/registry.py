@@ -84,7 +84,7 @@ class Registry:
         uncovered = [[item.path, item.reason] for item in self.leftovers]
         return {
             "layers": layers,
-            "layers left to the inner optimizer": uncovered,
+            "layers without curvature": uncovered,
         }
 
 

@@ -96,7 +96,7 @@ class Greeting:
         if not all(isinstance(text, str) for text in (job, process, nonce)):
             raise ValueError("job, process and nonce must be strings")
         if type(knock) is not bool or type(index) is not int:
-            raise ValueError("the index must be an integer")
+            raise ValueError("knock must be a bool, the index an integer")
         if not isinstance(addresses, list) or not all(
             isinstance(address, str) for address in addresses
         ):

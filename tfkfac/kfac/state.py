@@ -454,7 +454,8 @@ class StepReport(Slots):
 
     Attributes:
         steps: Number of steps so far.
-        clipped: Number of first steps with a clip factor below `LOW_FACTOR`.
+        clipped: Number of the first steps with a clip factor below `LOW_FACTOR`
+            and a squared length over `_MIN_LENGTH`.
         short: Number of the first steps with a scaled clip factor below
             `LOW_SCALED_FACTOR`.
         hints: Number of clip hints.
