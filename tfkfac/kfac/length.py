@@ -54,10 +54,10 @@ _MIN_RATE = 0.006
 _MAX_RATE = 1.0
 _WARMUP = 10
 _MEMORY = 0.9
-# Number of updates T above which c = sqrt(_SHORT_RUN / T) shortens the steps. At
-# 1,440 to 2,000 updates, classifiers and language models had better results with
-# c (0.53 to 0.45) than with 1. A deep autoencoder had better results with 1 than
-# with c, and with sqrt(c) on the loss bound than with c.
+# Number of updates T above which c = sqrt(_SHORT_RUN / T) shortens the steps.
+# At 1,440 to 2,000 updates, classifiers and language models had better results
+# with c (0.53 to 0.45) than with 1. A deep autoencoder had better results with
+# 1 than with c, and with sqrt(c) on the loss bound than with c.
 _SHORT_RUN = 400
 # Lower bound of `new` in the module docstring.
 _MIN_RATIO = 1e-3
