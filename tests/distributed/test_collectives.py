@@ -20,6 +20,7 @@ from tests.support.collectives import (
     graph_over_nccl,
 )
 from tests.support.gpu_kernels import REPORTS, nodes_of, without_gpu_kernel
+from tests.support.marks import with_slow
 from tests.support.strategies import strategy
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import find_topology
@@ -38,10 +39,14 @@ def step_over_nccl(optimizer: str) -> dict[str, Any]:
     }
 
 
+QUICK = "dp_kfac", "columns", "half"
 # With two replicas, HYBRID-OPT is MEM-OPT.
+OTHERS = [n for n in OPTIMIZERS if n not in (*QUICK, "hybrid_opt")]
+
+
 @pytest.mark.parametrize(
     "optimizer",
-    [name for name in OPTIMIZERS if name != "hybrid_opt"],
+    with_slow([*QUICK, *OTHERS], *OTHERS),
     ids="mirrored: {}".format,
 )
 def test_all_are_in_one_order(on_workers: Any, optimizer: str) -> None:

@@ -30,6 +30,7 @@ from tests.support.fosi_reference import (
     sgd,
     small,
 )
+from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tfkfac.fosi.update import is_plain_sgd
 from tfkfac.training.job import Job
@@ -52,7 +53,7 @@ PLAIN: dict[str, Maker] = {
 }
 
 
-@pytest.mark.parametrize("inner", PLAIN)
+@pytest.mark.parametrize("inner", with_slow(PLAIN, *[*PLAIN][1:]))
 def test_warmup_is_the_inner_optimizer(inner: str) -> None:
     """Steps equal the inner optimizer's bit for bit, with a constraint."""
     x, y = data()

@@ -59,7 +59,9 @@ def assert_sound(optimizer: tfkfac.KFAC) -> None:
         assert np.isfinite(value).all(), name
 
 
-@pytest.mark.parametrize("build", [mlp, cnn])
+@pytest.mark.parametrize(
+    "build", [mlp, pytest.param(cnn, marks=pytest.mark.slow)]
+)
 def test_accuracy(build: Callable[[], Any], digits: Digits) -> None:
     """After 69 steps; five seeds had 0.969 to 0.983.
 

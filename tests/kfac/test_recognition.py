@@ -15,6 +15,7 @@ from keras import layers
 
 import tfkfac
 from tests.support.harness import assert_close, check_factors, find, randomize
+from tests.support.marks import with_slow
 from tests.support.reference import (
     Array,
     append_one,
@@ -323,7 +324,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", with_slow(OPTIMIZERS, "FOSI", "GaussNewton"))
 def test_state_of_a_loss_equals_that_with_sgd(name: str) -> None:
     """The loss is called once per step."""
     states = []

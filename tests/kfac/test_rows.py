@@ -18,6 +18,7 @@ from tests.support import definition
 from tests.support.dtypes import floats
 from tests.support.graphs import optimized_nodes
 from tests.support.harness import randomize
+from tests.support.marks import with_slow
 from tests.support.reference import (
     Array,
     append_one,
@@ -246,7 +247,7 @@ CASES: dict[str, tuple[Any, Any, set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_slow(CASES, *[*CASES][1:-1]))
 def test_pruned_products(case: str) -> None:
     """The tape's product is pruned where rows are used; steps are equal."""
     make, prepare, pruned = CASES[case]

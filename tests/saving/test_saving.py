@@ -172,9 +172,9 @@ def random_layers(count: int = 4, make: Any = tfkfac.KFAC) -> Any:
     ("file", "make"),
     [
         (".keras", tfkfac.KFAC),
-        (".h5", tfkfac.KFAC),
+        pytest.param(".h5", tfkfac.KFAC, marks=pytest.mark.slow),
         (".weights.h5", tfkfac.FOSI),
-        ("checkpoint", tfkfac.KFAC),
+        pytest.param("checkpoint", tfkfac.KFAC, marks=pytest.mark.slow),
     ],
 )
 def test_random_layers_resume(file: str, make: Any, tmp_path: Path) -> None:

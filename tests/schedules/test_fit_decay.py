@@ -104,8 +104,16 @@ def test_default_is_polynomial_decay_over_the_fit() -> None:
     [
         ({"epochs": 1}, linear(4)),
         ({"epochs": 3, "initial_epoch": 1}, linear(8)),
-        ({"x": unknown_length().repeat(), "steps_per_epoch": 3}, linear(6)),
-        ({"x": unknown_length(), "epochs": 1}, [1.0] * 4),
+        pytest.param(
+            {"x": unknown_length().repeat(), "steps_per_epoch": 3},
+            linear(6),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"x": unknown_length(), "epochs": 1},
+            [1.0] * 4,
+            marks=pytest.mark.slow,
+        ),
         ({"x": unknown_length(), "epochs": 3}, [1.0] * 4 + linear(8)),
     ],
 )

@@ -348,6 +348,7 @@ def check_rows(results: list[dict[str, Any]]) -> None:
         assert epochs[0] != epochs[1], name
 
 
+@pytest.mark.slow
 def test_every_row_once_under_the_stock_strategy() -> None:
     """The first `fit` sets a common seed, and rejects earlier datasets."""
     results = run(see_rows_under_stock, workers=2)
