@@ -104,7 +104,7 @@ class ConvBlock(MatrixBlock):
         return costs(image, geometry)[0]
 
     def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
-        """Function for A by autocorrelation; None if patches are faster."""
+        """Return a function that computes A without patches, or None."""
         layer = self.layer
         if not _is_image(layer) or not isinstance(self.factors["A"], Dense):
             return None

@@ -369,7 +369,7 @@ def costs(
 
 
 def _edge_cost(cells: int, outputs: int, kernel: int) -> float:
-    """Return `2 (p / 2)^2`, for p padded positions at both ends of an axis."""
+    """Return `2 (p / 2)^2`, for p positions beyond the outputs of an axis."""
     outside = cells + kernel - 1 - outputs
     return outside**2 / 2
 

@@ -240,7 +240,7 @@ class Channel:
             target=self._run, name="tfkfac channel", daemon=True
         ).start()
         atexit.register(self.broadcast, PEER_EXITED)
-        # Close copies in forked children: they would hide the end of this one.
+        # Close copies in forked children: they would hide this process's exit.
         os.register_at_fork(after_in_child=self._close_in_child)
 
     def broadcast(self, message: Message) -> None:

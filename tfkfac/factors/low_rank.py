@@ -354,7 +354,7 @@ class Limit:
         return self._low_rank(size) if self.exceeded(size) else Dense(size)
 
     def stack(self, count: int, size: int) -> Factor:
-        """Create the factor type for `count` matrices, one per layer group."""
+        """Create the factor type for a stack of `count` matrices."""
         if self.exceeded(size):
             return self._low_rank(size, count)
         return Stack(count, size)

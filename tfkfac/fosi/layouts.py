@@ -159,9 +159,9 @@ class Layout(abc.ABC):
     """
 
     reduces_gradients: bool  # True if `project_out` sums local gradients
-    length: int  # vectors that are zero-padded to this length need no copies
-    # Bytes that a worker receives in `coefficients`, `combine` (of one vector
-    # of coefficients under "columns") and `arrange`.
+    length: int  # of padded vectors, which are sliced without copies
+    # Bytes that a worker receives in `coefficients`, in `combine` (per vector
+    # in `ColumnsLayout`) and in `arrange`.
     coefficients_bytes: int
     combine_bytes: int
     arrangement_bytes: int
@@ -229,7 +229,7 @@ class Layout(abc.ABC):
         weights: Sequence[tf.Tensor],
         group: Communicator,
     ) -> tf.Tensor:
-        """Return, on all workers, the sum of `V c` over several local c."""
+        """Return, on all workers, `V sum_i c_i` for local vectors c_i."""
 
     @abc.abstractmethod
     def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:

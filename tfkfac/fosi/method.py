@@ -254,7 +254,7 @@ class FOSIMethod(Method):
         return [title, "", *table(("", "Value"), rows)]
 
     def first(self, updates: int) -> str:
-        """Return a text on the first estimation to come; "" afterwards."""
+        """Describe when the first estimation runs; "" afterwards."""
         warmup = self.timing.warmup(self.states)
         if updates > warmup:
             return ""
@@ -281,7 +281,7 @@ class FOSIMethod(Method):
         return sizes | {"total": sum(sizes.values())}
 
     def estimation_state_bytes(self, state: Any) -> dict[str, int]:
-        """Bytes of the Lanczos basis and of copies for an estimation."""
+        """Return "basis" and "copies" as in `FOSI.state_bytes`."""
         layout = state.layout
         basis = layout.geometry.steps * layout.slices.length * layout.item
         return {"basis": basis, "copies": 0}

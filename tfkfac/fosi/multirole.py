@@ -182,8 +182,8 @@ class MultiRoleMethod(FOSIMethod):
     ) -> tf.Tensor:
         """Sum moments of batches over the replicas of the same role."""
         if not self.roles.trains(self.job.rank):
-            # Accelerators run no backward pass: scale the local value instead
-            # of an all-reduce.
+            # Save an all-reduce: accelerators run no backward pass, so scale
+            # the local value.
             return value * len(self.roles.accelerators)
         group = groups.current()
         if not group:

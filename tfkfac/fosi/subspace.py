@@ -138,7 +138,7 @@ class Subspace(Slots):
     def combine(
         self, weights: Sequence[tf.Tensor], group: Communicator
     ) -> tf.Tensor:
-        """Compute the sum of `V c` over several local coefficients c."""
+        """Compute `V sum_i c_i` for local coefficient vectors c_i."""
         return self.layout.combine(self.directions, weights, group)
 
     def clip_outlier(self, c: tf.Tensor, group: Communicator) -> tf.Tensor:

@@ -175,13 +175,13 @@ class Jacobian:
             for rows in self.rows
         ]
         squared_fraction = _DIFFERENCE_FRACTION**2
-        weighed = [
+        products = [
             rows.apply_root(((p - 2 * y + q) / squared_fraction)[..., None])
             for rows, p, y, q in zip(
                 self.rows, plus, center, minus, strict=True
             )
         ]
-        return tf.concat([tf.reshape(y, [-1]) for y in weighed], 0)
+        return tf.concat([tf.reshape(y, [-1]) for y in products], 0)
 
     def pull(self, vector: tf.Tensor) -> tf.Tensor:
         """Return `K^T v` for v of shape `(m,)` by blockwise backward passes."""
@@ -199,11 +199,11 @@ class Jacobian:
             with tape() as back:
                 back.watch(self.values)
                 outputs = self._outputs(rows, points, self.values)
-                weighed = rows.apply_root(outputs[..., None], first, end)[
+                products = rows.apply_root(outputs[..., None], first, end)[
                     ..., 0
                 ]
             slopes = back.gradient(
-                weighed, self.values, output_gradients=vector[first:end]
+                products, self.values, output_gradients=vector[first:end]
             )
             return end, total + self.space.join(dense(slopes))
 

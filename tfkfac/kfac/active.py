@@ -230,7 +230,7 @@ def batch_statistics(
     }
 
     def global_sum(tensor: tf.Tensor) -> tf.Tensor:
-        # If workers do not all-reduce factors, their sampled labels are local.
+        # Without an all-reduce of factors, statistics are of the local batch.
         if not plan.reduces_factors:
             return tensor
         (total,) = step.group.all_reduce([tensor])

@@ -20,12 +20,12 @@ from tfkfac.distributed.collectives import (
 from tfkfac.distributed.plan import Plan
 from tfkfac.factors import Part, Tensors
 from tfkfac.factors.base import Wire
+from tfkfac.fisher.types import Statistics
 from tfkfac.solvers import Solver
 
 # Scaled sums stay below this bound, within float16 (largest number 65504).
 _MAX_SUM = 2.0**15
 
-Statistics = Mapping[str, Statistic]
 NamedTensors = dict[str, tf.Tensor]
 
 
@@ -61,7 +61,7 @@ class Exchange:
 
     # ------------------------------------------------------------- factors
     def reduce_statistics(
-        self, communicator: Communicator, statistics: Mapping[int, Statistics]
+        self, communicator: Communicator, statistics: Statistics
     ) -> dict[int, dict[str, Statistic]]:
         """All-reduce statistics over the workers, if the plan requires it.
 

@@ -33,7 +33,7 @@ from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
 
-# Embedding blocks: excluded from spectral steps and from hints about inputs.
+# Embedding blocks: no spectral steps, no hint at the scale of the inputs.
 TABLES = (EmbeddingBlock, PositionEmbeddingBlock)
 
 
@@ -375,7 +375,7 @@ def _apply_at_runtime(
 
 
 def scale_rows(layer: ActiveBlock, step: Step) -> RowGradient:
-    """Scale rows to the NLL, weighted by this replica's fraction of terms."""
+    """Divide rows by the unit of the loss; weight them by `step.share`."""
     rows = layer.rows
     assert rows is not None
     scale, share = _reciprocal(step.loss.unit), step.share

@@ -443,8 +443,8 @@ _NAMES = ("clip_factor", "length", "damping")
 # Print the clip hint in step `HINT_STEP` if in at least `MIN_CLIPPED` steps the
 # clip factor was below `LOW_FACTOR` and the squared length over `_MIN_LENGTH`.
 HINT_STEP, MIN_CLIPPED, LOW_FACTOR, _MIN_LENGTH = 20, 12, 0.1, 2.0
-# A step counts for the hint at inputs far from unit scale if its clip factor
-# times (learning rate / default) is below this bound. On raw pixels, dense
+# Count a step for the hint on the scale of the inputs if its clip factor times
+# `max(1, learning rate / RATE)` is below this bound. On raw pixels, dense
 # layers of 64 units have factors of 0.1 to 0.15 from step 6 on.
 LOW_SCALED_FACTOR = 0.25
 

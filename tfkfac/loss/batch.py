@@ -243,7 +243,7 @@ def loss_of_outputs(
     that a loss writes are restored.
     """
     tap = LossTap.open(model)
-    # Bind by name what the override declares; pass the rest as keywords.
+    # Bind declared arguments of `compute_loss`; pass others as keywords.
     call = tap.signature.bind_partial()
     names = tap.signature.parameters.keys()
     arguments = {**arguments, "y_pred": outputs}

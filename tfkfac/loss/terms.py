@@ -108,7 +108,7 @@ def check_labels(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> None:
 
 
 def register_loss(loss: Any, factor: float | None, is_mean: bool) -> None:
-    """Register a class or function of losses, with the fields of `Known`.
+    """Register a loss class or function, with the fields of `Known`.
 
     A factor of None keeps the built-in or recognized unit, else 1.
     """

@@ -7,7 +7,7 @@ from tfkfac.blocks import LayerGradient, MatrixGradient, RowGradient
 from tfkfac.factors import Part, Side, Tensors
 from tfkfac.solvers.base import SIDES, Factors, Solver, of_factor, with_prefix
 
-# Bound of `pi`: beyond it the smaller factor is negligible to its damping.
+# Bound of `pi`: beyond it the damping dominates the smaller factor.
 _MAX_PI = 1e6
 
 

@@ -11,7 +11,7 @@ _BUILT_IN: dict[str, type[Solver]] = {
     "inverse": InverseSolver,
 }
 SOLVERS = dict(_BUILT_IN)
-# Sections of saved state that a solver's name must not replace.
+# Sections of saved state; no solver may have these names.
 RESERVED = ("format", "share", "state")
 
 
