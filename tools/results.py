@@ -21,6 +21,7 @@ from typing import Any
 
 import paths  # noqa: F401
 from common.arguments import parse_variant
+from real_examples import FALLING
 from targets import report
 from targets.report import markdown_table
 from targets.study import TRAININGS, Records
@@ -160,11 +161,11 @@ def race_table(
     return ("problem", *RACERS.values()), rows
 
 
-def _short(method: str) -> str:
+def _short(method: str, rate_only: bool = False) -> str:
     """Return the name of a method and its learning rate."""
     variant = parse_variant(method)
-    rate = variant.arguments.get("learning_rate", "")
-    return f"{variant.name} {rate}".strip()
+    rate = str(variant.arguments.get("learning_rate", ""))
+    return rate if rate_only else f"{variant.name} {rate}".strip()
 
 
 def examples_table(
@@ -188,9 +189,19 @@ def examples_table(
         def warned(method: str, methods: Any = methods) -> set[str]:
             return set().union(*(r["warnings"] for r in methods[method]))
 
+        def tuned(name: str, methods: Any = methods, ends: Any = ends) -> str:
+            """Return the ends of the best rate, which alone has all seeds."""
+            rates = [m for m in methods if m.startswith(name) and FALLING in m]
+            if not rates:
+                return ""
+            best = max(rates, key=lambda method: len(methods[method]))
+            return f"{ends(best)} ({_short(best.removesuffix(FALLING), True)})"
+
         for name in ENDS:
             level[name] += mean("kfac", name) <= mean("adam", name)
-        others = [m for m in methods if m not in ("adam", "kfac")]
+        others = [
+            m for m in methods if m not in ("adam", "kfac") and FALLING not in m
+        ]
         first = (f"{mean(m, 'first_step'):.1f}" for m in ("kfac", "adam"))
         rows.append(
             (
@@ -200,15 +211,19 @@ def examples_table(
                 ends("kfac"),
                 ends("adam"),
                 ", ".join(f"{ends(m)} ({_short(m)})" for m in others),
+                tuned("adam"),
+                tuned("muon"),
                 f"{mean('kfac', 'step') / mean('adam', 'step'):.2f}",
                 " / ".join(first),
                 str(len(warned("kfac") - warned("adam"))),
             )
         )
     counts = " / ".join(map(str, level.values())) + f" of {len(rows)}"
-    rows.append(("at or below Adam", "", "", counts, *[""] * 5))
-    columns = ("program", "steps", "covered", "`KFAC()`", "Adam", "other")
-    return (*columns, "CPU / Adam", "first step, CPU s", "warnings"), rows
+    rows.append(("at or below Adam", "", "", counts, *[""] * 7))
+    columns = ["program", "steps", "covered", "`KFAC()`", "Adam", "other"]
+    columns += ["tuned Adam", "tuned Muon"]
+    columns += ["CPU / Adam", "first step, CPU s", "warnings"]
+    return columns, rows
 
 
 if __name__ == "__main__":

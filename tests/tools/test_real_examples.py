@@ -26,12 +26,15 @@ def test_losing_rows_stay_in_the_table() -> None:
             record("adam", 0, 1.0, warnings=["shuffle"]),
             record("adam", 1, 2.0),
             record("sgd:learning_rate=0.3:momentum=0.9", 0, 4.0),
+            record("adam:learning_rate=0.1:falling=yes", 0, 5.0),
+            record("adam:learning_rate=0.2:falling=yes", 0, 4.0),
+            record("adam:learning_rate=0.2:falling=yes", 1, 5.0),
         ]
     )
     assert columns[0] == "program"
     assert gan[:4] == ("gan", "9", "75%", "2 / 1")
     assert gan[4:6] == ("1.5 / 1", "4 / 1 (sgd 0.3)")
-    assert gan[6:] == ("3.00", "2.0 / 2.0", "1")
+    assert gan[6:] == ("4.5 / 1 (0.2)", "", "3.00", "2.0 / 2.0", "1")
     assert level[:4] == ("at or below Adam", "", "", "0 / 1 of 1")
 
 

@@ -8,6 +8,12 @@ uses (Muon at its defaults where that is Adam(0.001)), and with `KFAC()`.
 Nothing is tuned. A process trains all methods and seeds of a program, on one
 thread. New records replace those of the same trainings in the file of --json.
 Programs of keras-hub are left out where it is not installed.
+
+With `:falling=yes` at the end of a method its learning rate falls linearly to 0
+over the training, as that of the tuned Adam and Muon of the table:
+
+    python tools/studies/real_examples.py --program convnet mixer --seeds 0 \
+        --method adam:learning_rate=0.003:falling=yes
 """
 
 import argparse
@@ -61,6 +67,7 @@ PLACES = {
 }
 KERAS_HUB = ("lora",)
 ADAM, KFAC = "adam", "kfac"
+FALLING = ":falling=yes"
 Record = dict[str, Any]
 
 
@@ -82,7 +89,7 @@ def make_optimizer(method: str) -> Any:
 
     import tfkfac
 
-    variant = parse_variant(method)
+    variant = parse_variant(method.removesuffix(FALLING))
     if variant.name == KFAC:
         return tfkfac.KFAC(**variant.arguments)
     config = {"class_name": variant.name, "config": dict(variant.arguments)}
@@ -99,6 +106,16 @@ def train(program: str, method: str, seed: int) -> Record:
         def on_train_begin(self, logs: Any = None) -> None:
             self.last = time.process_time()
             self.is_first = True
+            self.peaks = [float(o.learning_rate) for o in optimizers]
+            self.batches = 0
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if method.endswith(FALLING):
+                length = self.params["epochs"] * self.params["steps"]
+                for optimizer, peak in zip(optimizers, self.peaks, strict=True):
+                    fraction = 1 - self.batches / length
+                    optimizer.learning_rate = peak * fraction
+                self.batches += 1
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             now = time.process_time()
