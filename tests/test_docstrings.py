@@ -115,7 +115,16 @@ def test_names_for_all_users_have_an_example() -> None:
 def test_example_runs(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    """With a network of one input, and its data, under the usual names."""
+    """With a network of one input, and its data, under the usual names.
+
+    At most two epochs of each `fit`.
+    """
+    fit = keras.Model.fit
+
+    def short(*args: Any, epochs: int = 1, **kwargs: Any) -> Any:
+        return fit(*args, epochs=min(epochs, 2), **kwargs)
+
+    monkeypatch.setattr(keras.Model, "fit", short)
     monkeypatch.chdir(tmp_path)
     x = np.linspace(-1.0, 1.0, 64, dtype="float32")[:, None]
     y = np.sin(3 * x)

@@ -15,7 +15,6 @@ from keras import layers
 import tfkfac
 from tests.support.dtypes import floats
 from tests.support.harness import randomize
-from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tests.support.strategies import strategy
 from tests.support.summaries import sequential
@@ -277,7 +276,8 @@ def measure() -> list[Array]:
     return [np.array(v) for v in model.optimizer.method.forms]
 
 
-@pytest.mark.parametrize("where", with_slow(["two", "mirrored"], "mirrored"))
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["two", "mirrored"])
 def test_several_workers(on_workers: Any, where: str) -> None:
     """The sum over the workers is the curvature in one process."""
     (alone,) = measure()

@@ -60,6 +60,7 @@ def network(shape: tuple[int, ...], classes: int) -> keras.Model:
     return keras.Sequential([keras.Input(shape), *hidden, last])
 
 
+@pytest.mark.slow
 def test_comparison(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: Any
 ) -> None:

@@ -106,7 +106,9 @@ def flat(weights: list[Array]) -> list[Array]:
     return [np.concatenate([np.ravel(w) for w in weights])]
 
 
-@pytest.mark.parametrize("name", with_slow(CASES, *SLOW))
+@pytest.mark.parametrize(
+    "name", with_slow(CASES, "two: columns, one direction", *SLOW)
+)
 def test_training(on_workers: Any, name: str) -> None:
     """Workers equal one process on the global batches, and each other."""
     case = CASES[name]

@@ -257,6 +257,7 @@ def test_newton_step_is_exact(double: None) -> None:
     assert np.abs(slope[:-2]).min() > 1e-2
 
 
+@pytest.mark.slow
 def test_more_directions_than_rank() -> None:
     """Zero curvature is not inverted: the loss only decreases."""
     model, x, y = least_squares(5, 1)

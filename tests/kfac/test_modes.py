@@ -488,6 +488,7 @@ def train_by_loop() -> Result:
     }
 
 
+@pytest.mark.slow
 def test_ways_of_training_are_the_definition(on_workers: Any) -> None:
     """The last batch of `fit` is empty on one worker."""
     batches = [[[*range(8)]], [[*range(8, 16)]], [[16]]]

@@ -25,6 +25,8 @@ HIDDEN = [5, 6, 7, 8, 9]
 LAYERS = len(HIDDEN) + 1
 OWNED = LAYERS // 2  # by each of two replicas, in turn
 
+pytestmark = pytest.mark.slow
+
 
 class Branch(NamedTuple):
     """A branch of a step with messages, on one replica.

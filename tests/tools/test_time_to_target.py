@@ -161,6 +161,7 @@ def test_weight_decay_has_an_effective_size() -> None:
     assert keras_decay(0.0, rate, steps) is None
 
 
+@pytest.mark.slow
 def test_seeds_that_share_a_process_do_not_meet() -> None:
     """One ends as before, whatever has been trained in between."""
     run = Run(
