@@ -36,6 +36,7 @@ def tries(
         tf.constant(1.0, tf.float64),
         max_tries,
         tf.float64,
+        lambda change: tf.zeros([6], tf.float64),  # linear residuals
     )
 
 

@@ -184,9 +184,8 @@ def test_training_continues(way: str, tmp_path: pathlib.Path) -> None:
     """After a restart from a backup, and in a second call."""
 
     def run(*steps: int, callbacks: Any = ()) -> Any:
-        # The state is the same with acceleration; the trace is longer.
         problem = Root()
-        optimizer = tfkfac.GaussNewton(acceleration=False)
+        optimizer = tfkfac.GaussNewton()
         for count in steps:
             problem.minimize(optimizer, steps=count, callbacks=callbacks)
         (state,) = optimizer.method.states

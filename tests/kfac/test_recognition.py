@@ -236,7 +236,7 @@ def test_masked_labels_are_ignored() -> None:
 def test_gauss_newton_with_an_unknown_loss() -> None:
     """GaussNewton warns of an unknown loss and still decreases it."""
     model = linear()
-    model.compile(tfkfac.GaussNewton(acceleration=False), root)
+    model.compile(tfkfac.GaussNewton(), root)
     losses = model.fit(X, REAL, epochs=10, verbose=0).history["loss"]
     assert losses[-1] < 0.5 * losses[0]
     assert sum(model.optimizer.events().values()) >= 10

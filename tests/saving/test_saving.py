@@ -328,7 +328,7 @@ def test_checkpoint_restored_before_the_first_step(tmp_path: Path) -> None:
     [
         (mlp, tfkfac.KFAC),
         (mlp, lambda: tfkfac.FOSI(num_largest=1, lanczos_steps=2)),
-        (mlp, lambda: tfkfac.GaussNewton(acceleration=False)),
+        (mlp, tfkfac.GaussNewton),
         pytest.param(Subclassed, tfkfac.KFAC, marks=pytest.mark.slow),
     ],
 )

@@ -108,8 +108,7 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
     },
     tfkfac.GaussNewton: {
         "name": "gauss_newton", "damping": 1e-3, "momentum": 0.5,
-        "acceleration": True, "solve": "auto", "max_tries": 6,
-        "max_bytes": None,
+        "solve": "auto", "max_tries": 6, "max_bytes": None,
         "learning_rate": 1.0, "max_skipped_steps": 100,
     },
 }  # fmt: skip

@@ -113,7 +113,6 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
     GN: {
         "damping": POSITIVE,
         "momentum": BELOW_ONE,
-        "acceleration": ("True or False", (True,)),
         "solve": one_of("auto", "parameters", "residuals"),
         "max_tries": COUNT,
         "max_bytes": or_none(COUNT),

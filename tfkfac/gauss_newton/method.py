@@ -61,7 +61,6 @@ class Settings:
 
     damping: float
     momentum: float
-    acceleration: bool
     solve: str
     max_tries: int
     max_bytes: int | None
@@ -227,7 +226,7 @@ class GaussNewtonMethod(Method):
             rate,
             self.settings.max_tries,
             objective.precision,
-            derivatives if self.settings.acceleration else None,
+            derivatives,
         )
 
     def sum_squares(
@@ -359,7 +358,7 @@ class GaussNewtonMethod(Method):
             # Losses before the step and after the first try.
             "losses": 2 * tf.float64.size,
             # Right-hand side for the acceleration in the first try.
-            "acceleration": size * item * self.settings.acceleration,
+            "acceleration": size * item,
         }
         workers = self.job.topology.replicas
         plain = {k: all_reduce_bytes(v, workers) for k, v in sizes.items()}

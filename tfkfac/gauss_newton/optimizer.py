@@ -7,7 +7,6 @@ import keras
 import tensorflow as tf
 
 from tfkfac.checks import (
-    check_bool,
     check_choice,
     check_count,
     check_positive,
@@ -92,9 +91,6 @@ class GaussNewton(SecondOrderOptimizer):
         momentum: Fraction of the previous step that the first try of a step
             is pulled to, in [0, 1), as in SPRING (Goldshlager, Abrahamsen &
             Lin, 2024, eq. 8). Defaults to 0.5.
-        acceleration: True to use geodesic acceleration if the correction is
-            small (Transtrum & Sethna, arXiv 1201.5885, eq. 9). Defaults to
-            True.
         solve: "parameters" factorises an n x n matrix, "residuals" an m x m
             matrix; the steps are equal. "auto" uses the smaller matrix, and
             "parameters" with several replicas or regularisers. Defaults to
@@ -123,7 +119,6 @@ class GaussNewton(SecondOrderOptimizer):
         damping: float = 1e-3,
         *,
         momentum: float = 0.5,
-        acceleration: bool = True,
         solve: str = "auto",
         max_tries: int = 6,
         max_bytes: int | None = None,
@@ -134,7 +129,6 @@ class GaussNewton(SecondOrderOptimizer):
         settings = Settings(
             damping=check_positive("damping", damping),
             momentum=check_range("momentum", momentum, 0, 1),
-            acceleration=check_bool("acceleration", acceleration),
             solve=check_choice("solve", solve, SPACES),
             max_tries=check_count("max_tries", max_tries, 1),
             max_bytes=if_given(check_count, "max_bytes", max_bytes, 1),

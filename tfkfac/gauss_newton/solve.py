@@ -177,15 +177,15 @@ def search(
     rate: tf.Tensor,
     max_tries: int,
     precision: tf.DType,
-    second_derivatives: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    second_derivatives: Callable[[tf.Tensor], tf.Tensor],
 ) -> Search:
     """Try at most `max_tries` dampings until a step lowers the loss.
 
     The first try minimises around `start = momentum`, later tries around zero.
     `loss`, after a change of the weights, is float64 but computed in
     `precision`, like `before`. `second_derivatives` maps a step to the argument
-    of `correction`; None disables geodesic acceleration. Both functions may use
-    collectives, because all replicas make the same tries.
+    of `correction`. Both functions may use collectives, because all replicas
+    make the same tries.
     """
     gradient, dtype = equations.gradient, equations.gradient.dtype
     rounding_error = _MIN_REDUCTION * rounding(precision) * tf.abs(before)
@@ -199,14 +199,12 @@ def search(
         slope = rate * inner(gradient, change)
         curvature = tf.square(rate) * equations.curvature(change)
         predicted = -(slope + curvature / 2)
-        if second_derivatives is not None:
-            # Quadratic in the step: scale by the rate here and again below.
-            derivatives = second_derivatives(change)
-            correction = equations.correction(factor, derivatives)
-            correction *= tf.cast(rate, dtype)
-            limit = _MAX_CORRECTION_RATIO * tf.norm(change)
-            is_small = 2 * tf.norm(correction) <= limit
-            change += tf.where(is_small, correction, tf.zeros_like(correction))
+        # Quadratic in the step: scale by the rate here and again below.
+        correction = equations.correction(factor, second_derivatives(change))
+        correction *= tf.cast(rate, dtype)
+        limit = _MAX_CORRECTION_RATIO * tf.norm(change)
+        is_small = 2 * tf.norm(correction) <= limit
+        change += tf.where(is_small, correction, tf.zeros_like(correction))
         actual = before - loss(tf.cast(rate, dtype) * change)
         # Reject NaN, and a step with a predicted increase, even if the loss
         # decreases by chance.

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfkfac.capture.walk import LayerRule
 from tfkfac.checks import (
+    check_bool,
     check_choice,
     is_number,
 )
@@ -97,11 +98,7 @@ class Distribution(Settings):
         check_choice("mode", self.mode, tuple(MODES))
         if self.assignment is not None:
             check_choice("assignment", self.assignment, POLICIES)
-        if not isinstance(self.symmetric, bool):
-            raise ValueError(
-                "Argument `symmetric` must be True or False. "
-                f"Received: symmetric={self.symmetric!r}"
-            )
+        check_bool("symmetric", self.symmetric)
         self._check("gradient_worker_fraction", self._check_fraction)
         self._check("factor_dtype", _check_dtype)
         self._check("inverse_dtype", _check_dtype)
