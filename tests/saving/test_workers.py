@@ -161,8 +161,9 @@ def restart(case: Training, path: str) -> None:
     assert saved == {
         "directions", "estimations", "failures", "inner_momentum",
         "largest_rate", "last_estimation", "momentum", "ritz_values",
-        "run_epochs", "run_first_epoch", "run_length", "run_start",
-        "set_learning_rate", "skipped_steps", "square", "version", "warmup",
+        "run_epoch", "run_epochs", "run_length", "run_scale", "run_start",
+        "run_steps", "set_learning_rate", "skipped_steps", "square",
+        "version", "warmup",
     }  # fmt: skip
 
 
@@ -243,7 +244,7 @@ def refusals(case: Training, model: Any, directory: str) -> list[str]:
         """Restore, on worker 1 alone, a run with the same end."""
         if rank == 1:
             end = model.optimizer.num_updates + 2
-            model.optimizer.plan.begin(0, end, 0, END + 2)
+            model.optimizer.plan.begin(0, end, END + 2)
 
     begin(END, keras.callbacks.LambdaCallback(on_train_begin=load_plan))
     variable = model.trainable_variables[0].value

@@ -1,5 +1,7 @@
 """`FitDecay`: rates over `fit`, resumed runs, rates set during training."""
 
+import contextlib
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -286,20 +288,69 @@ def test_backup_goes_on(
     got = fit(compiled(), backup(), **inputs())
     if is_known:  # all 3 epochs again, from the rate of update 2
         want = [want[saved] * share for share in linear(3 * STEPS)]
-        assert len(got) == len(want)
-        assert got == pytest.approx(want, abs=0.03)  # whole updates
+        assert got == pytest.approx(want, abs=1e-6)
     else:
         assert got == pytest.approx(want[saved:], abs=1e-6)
 
 
-def test_another_number_of_batches_goes_on(tmp_path: Any) -> None:
-    """A run that is resumed with larger batches goes on at its rate."""
+def test_two_crashes_in_one_epoch(tmp_path: Any) -> None:
+    """Keras repeats the first epoch twice, after two updates each."""
+    rates = []
+    for crash in (3, 3, None):
+        backup = keras.callbacks.BackupAndRestore(str(tmp_path), save_freq=2)
+        log = Rates(fail_after=crash)
+        with contextlib.suppress(RuntimeError):
+            fit(compiled(), backup, log, epochs=3)
+        rates.append(log.rates)
+    saved = 1 - 2 / 12
+    for count, got in enumerate(rates):
+        want = [saved**count * share for share in linear(3 * STEPS)]
+        assert got == pytest.approx(want[: len(got)], abs=1e-6)
+    assert len(rates[-1]) == 3 * STEPS
+
+
+@pytest.mark.parametrize("size", [8, 30])  # 8 and 2 batches, not 4
+def test_another_number_of_batches_goes_on(tmp_path: Any, size: int) -> None:
+    """A run that is resumed with other batches goes on at its rate."""
     files = str(tmp_path / "{epoch}.keras")
     fit(compiled(), Rates(files), epochs=3)
+    batches = {"x": X, "y": Y, "batch_size": size, "epochs": 3}
     again = keras.models.load_model(files.format(epoch=0))
-    half = {"x": X, "y": Y, "batch_size": 30}  # 2 batches, not 4
-    rates = fit(again, epochs=3, initial_epoch=1, **half)
-    assert rates == pytest.approx([2 / 3 * share for share in linear(4)])
+    rates = fit(again, Rates(files), initial_epoch=1, **batches)
+    left = -(-60 // size) * 2
+    want = [2 / 3 * share for share in linear(left)]
+    assert rates == pytest.approx(want)
+    again = keras.models.load_model(files.format(epoch=1))
+    rates = fit(again, initial_epoch=2, **batches)
+    assert rates == pytest.approx(want[left // 2 :])
+
+
+def test_skipped_steps_do_not_move_the_end(tmp_path: Any) -> None:
+    """A batch of NaN in each epoch makes no update."""
+    files = str(tmp_path / "{epoch}.keras")
+    x = X.copy()
+    x[:16] = np.nan
+    data = {"x": x, "y": Y, "batch_size": 16, "epochs": 4}
+    want = fit(compiled(), Rates(files), **data)
+    again = keras.models.load_model(files.format(epoch=1))
+    assert fit(again, initial_epoch=2, **data) == want[2 * STEPS :]
+
+
+def test_chief_backup_in_an_epoch_goes_on(tmp_path: Any) -> None:
+    """The resumed job skips the batches before the backup."""
+    want = fit(compiled(), epochs=3)
+    rates = Rates()
+
+    def terminate(batch: int, logs: Any = None) -> None:
+        if len(rates.rates) == 6:
+            signal.raise_signal(signal.SIGTERM)
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_begin=terminate)
+    backup = tfkfac.callbacks.ChiefBackup
+    with pytest.raises(SystemExit):
+        fit(compiled(), backup(tmp_path), rates, callback, epochs=3)
+    got = fit(compiled(), backup(tmp_path), epochs=3)
+    assert got[-5:] == want[-5:]
 
 
 # ------------------------------------------------ rates set during training

@@ -39,7 +39,8 @@ class Shape:
     Attributes:
         workers: Number of processes; a single process gets no `TF_CONFIG`.
         devices: Logical CPUs of each process.
-        environment: Variables to set in every process.
+        environment: Variables to set in every process, after the import of
+            TensorFlow.
     """
 
     workers: int = 2
@@ -129,9 +130,9 @@ class Pool:
 class Cluster:
     """Processes that run one function after the other.
 
-    They are forks of a server that has imported tfkfac, which takes seconds.
-    So their hashes of strings are equal; those of processes that
-    `tools/test_launch.py` starts are not.
+    Each process is a fork of a server that has imported tfkfac, because the
+    import takes seconds. All forks have the same string hashes; the workers of
+    `tests/tools/test_launch.py` do not.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -154,16 +155,16 @@ class Cluster:
         environment = worker_environment(index, addresses)
         environment |= self.shape.environment
         self._log(index).touch()
-        ours, its = multiprocessing.Pipe()
+        parent_end, worker_end = multiprocessing.Pipe()
         log = str(self._log(index))
         process = FORKS.Process(
             target=main,
-            args=(its, log, environment, self.shape.devices),
+            args=(worker_end, log, environment, self.shape.devices),
             daemon=True,
         )
         process.start()
-        its.close()
-        self._connections.append(ours)
+        worker_end.close()
+        self._connections.append(parent_end)
         self._processes.append(process)
 
     def __enter__(self) -> Self:
@@ -183,7 +184,9 @@ class Cluster:
         for process in self._processes:
             process.join(max(deadline - time.monotonic(), 0))
             if process.exitcode is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()  # if it has no group yet
                 process.join()
 
     def run(
@@ -198,7 +201,8 @@ class Cluster:
         call = target_of(function), args, kwargs
         self._results = {}
         for connection in self._connections:
-            connection.send_bytes(pickle.dumps(call))
+            with contextlib.suppress(OSError):  # `_wait` reports a dead worker
+                connection.send_bytes(pickle.dumps(call))
         reason = self._wait(time_limit)
         if reason is None:
             results = [self._results[worker] for worker in self._workers]
@@ -233,7 +237,7 @@ class Cluster:
             elif now > end:
                 reason = f"not finished after {time_limit:g} s"
         for process in self._processes:  # the others write their stacks
-            if process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)
         return reason
@@ -256,7 +260,7 @@ class Cluster:
         return ended
 
     def _log_tail(self, worker: int, begin: int) -> str:
-        """The end of the log of a worker, from a byte on."""
+        """Return the last `LOG_TAIL` characters of a log after a byte."""
         log = self._log(worker).read_bytes()[begin:].decode(errors="replace")
         return f"--- worker {worker}\n{log[-LOG_TAIL:]}"
 

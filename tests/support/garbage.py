@@ -6,8 +6,8 @@ import gc
 def tune_garbage_collection() -> None:
     """Exclude the objects that exist now, and collect less often.
 
-    TensorFlow and Keras make millions of objects at their import. To look at
-    them again and again takes a tenth of the time of the tests.
+    TensorFlow and Keras create millions of objects when they are imported.
+    Scanning these objects repeatedly takes 10 % of the time of the tests.
     """
     gc.collect()
     gc.freeze()

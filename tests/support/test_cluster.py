@@ -69,6 +69,16 @@ def test_calls_share_processes() -> None:
         assert pool.run(Shape(3), describe)[0][1] != other[0][1]
 
 
+def test_a_worker_that_died_between_calls_is_replaced() -> None:
+    with Pool() as pool:
+        (_, process, _), _ = pool.run(Shape(), describe)
+        os.kill(process, signal.SIGKILL)
+        time.sleep(0.2)
+        with pytest.raises(ClusterError, match="worker 0 exited with -9"):
+            pool.run(Shape(), describe)
+        assert pool.run(Shape(), describe)[0][0] == 0
+
+
 def test_an_error_shows_the_log_of_its_call() -> None:
     with Cluster(Shape()) as cluster:
         cluster.run(describe)

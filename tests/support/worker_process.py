@@ -34,7 +34,7 @@ def main(
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    np.random.seed()  # the state of a fork is that of the others
+    np.random.seed()  # all forks inherit the same random state
     tune_garbage_collection()
     set_devices(devices)
     calls: queue.Queue[bytes] = queue.Queue()
@@ -47,8 +47,8 @@ def main(
 def receive(connection: Connection, calls: queue.Queue[bytes]) -> None:
     """Receive calls, and end the process when the parent closes the pipe.
 
-    The parent does it after all workers are done: a worker that exits earlier
-    breaks the last collective of the others.
+    The parent closes the pipe after all workers are done: a worker that exits
+    earlier breaks the last collective of the others.
     """
     try:
         while True:

@@ -108,7 +108,7 @@ class ChiefBackup(
         self._context = contextlib.ExitStack()
         self._stopping: Stopping | None = None
         self._sigterm_received = False
-        self._epoch = self._num_skipped = self._num_done = 0
+        self._epoch = self.num_skipped = self._num_done = 0
         self._damaged: set[str] = set()  # names of damaged backups
 
     def __exit__(self, *error: Any) -> None:
@@ -128,7 +128,7 @@ class ChiefBackup(
         if self._is_chief:
             self._delete_partial_files()
         backup = self._find_newest_valid()
-        self._num_skipped = 0
+        self.num_skipped = 0
         if backup is not None:
             self._restore(backup)
         self._install_sigterm_handler()
@@ -138,7 +138,7 @@ class ChiefBackup(
         # Reset the first epoch, which `_restore` has set for this `fit` only.
         set_first_epoch(self.model, None)
         if epoch > self._epoch:
-            self._num_skipped = 0
+            self.num_skipped = 0
         self._epoch, self._num_done = epoch, 0
 
     def _find_newest_valid(self) -> pathlib.Path | None:
@@ -210,17 +210,17 @@ class ChiefBackup(
         with h5py.File(path, "r") as file:
             position = file[_POSITION_GROUP].attrs
             self._epoch = int(position["epoch"])
-            self._num_skipped = int(position["batch"])
+            self.num_skipped = int(position["batch"])
         set_first_epoch(self.model, self._epoch)
-        self._context.callback(skip_batches(self.model, self._num_skipped))
+        self._context.callback(skip_batches(self.model, self.num_skipped))
 
     # --------------------------------------------------------------- saving
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._num_done < self._num_skipped and not self.model.stop_training:
+        if self._num_done < self.num_skipped and not self.model.stop_training:
             raise ValueError(
                 f"The backup in '{self.directory}' is of batch "
-                f"{self._num_skipped} of epoch {epoch + 1}, but the data has "
+                f"{self.num_skipped} of epoch {epoch + 1}, but the data has "
                 f"only {self._num_done} batches. Train with the same data and "
                 "batch size, or delete this backup to resume the one before it."
             )
@@ -290,7 +290,7 @@ class ChiefBackup(
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._num_done = num_done = batch + 1
-        if self._stopping is None or num_done <= self._num_skipped:
+        if self._stopping is None or num_done <= self.num_skipped:
             return
         if self._sigterm_received:
             self._stopping.request()

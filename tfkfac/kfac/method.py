@@ -370,7 +370,8 @@ class KFACMethod(Method):
 
     @override
     def create(self) -> Sequence[Tracked]:
-        self._placement = None  # made before the model was built
+        # Discard the placement: it was created before the model was built.
+        self._placement = None
         placement = self.placement
         warning = report.coverage_warning(
             placement.registry, self.job, self._rule

@@ -91,7 +91,7 @@ class Spectral(Natural):
         "`optimizer.scale_loss` under the tape."
     )
     has_momenta = True
-    extra_scalars = 1  # |Q|^2 of each block.
+    extra_scalars = 1  # |Q|^2 of each block
     # Exclude embedding tables: few examples use a row, but an orthogonalised
     # step would move all rows by the same length.
     excluded_blocks = TABLES
@@ -210,7 +210,7 @@ def orthogonalize(
             gradients, results = _orthogonalize(chunk, step, momentum)
         plain += gradients
         sent |= results
-        computed = [D for D, _ in results.values()]
+        computed = [D for D, _ in results.values()] or computed
     indices = [layer.position for layer in layers]
     shared = exchange.share_gradients(step.group, sent, indices)
     # Reshape a received `|Q|^2`, a vector of one element, to a scalar.

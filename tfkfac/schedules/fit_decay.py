@@ -19,8 +19,10 @@ class RunPlan(Slots):
     Attributes:
         start: Number of updates before the run.
         length: Number of updates of the run; 0 while it is unknown.
-        first_epoch: Epoch of the `fit` at the start of the run.
+        scale: Fraction of the peak at the start; below 1 after `move_end`.
         epochs: Argument of the `fit`; 0 for a run that the user began.
+        epoch: Current epoch of the `fit`, from 0 on.
+        steps: Number of batches of an epoch; 0 if it is unknown.
         in_fit: 1 during `fit`, else 0.
         set_rate: Learning rate that the user has set during training, which
             ends the decay of the inner optimizer; negative if none is set.
@@ -30,36 +32,43 @@ class RunPlan(Slots):
         super().__init__("run")
         self.start = self.slot("run_start")
         self.length = self.slot("run_length")
-        self.first_epoch = self.slot("run_first_epoch")
+        self.scale = self.slot("run_scale", (), "float32", 1.0)
         self.epochs = self.slot("run_epochs")
+        self.epoch = self.slot("run_epoch")
+        self.steps = self.slot("run_steps")
         self.in_fit = self.slot("in_fit", saved=False)
         self.set_rate = self.slot("set_learning_rate", (), "float32", -1.0)
 
     def begin(
-        self, start: int, length: int, first_epoch: int = 0, epochs: int = 0
+        self, start: int, length: int, epochs: int = 0, steps: int = 0
     ) -> None:
         """Plan a run of `length` updates from the update `start` on."""
         self.start.assign(start)
         self.length.assign(length)
-        self.first_epoch.assign(first_epoch)
+        self.scale.assign(1.0)
         self.epochs.assign(epochs)
+        self.steps.assign(steps)
 
-    def is_at(self, update: int, epoch: int, epochs: int) -> bool:
-        """True if the run is unfinished and within one epoch of `epoch`."""
-        first = int(self.first_epoch.numpy())
-        if int(self.epochs.numpy()) != epochs or not self.end:
-            return False
-        num_left = self.end - update
-        epochs_left = num_left / int(self.length.numpy()) * (epochs - first)
-        return num_left > 0 and abs(epochs_left - (epochs - epoch)) <= 1
+    def is_of(self, epochs: int) -> bool:
+        """True if the plan is of a `fit` of `epochs` epochs."""
+        return self.end is not None and int(self.epochs.numpy()) == epochs
 
-    def move_end(self, update: int, num_left: int) -> None:
-        """End the run after `num_left` more updates; keep the current rate."""
-        assert self.end is not None
-        fraction = (self.end - update) / int(self.length.numpy())
-        length = round(num_left / fraction)
-        self.start.assign(update + num_left - length)
-        self.length.assign(length)
+    def continues(self, epoch: int, steps: int, skips_batches: bool) -> bool:
+        """True if `epoch` begins where the state was saved, with equal data.
+
+        `skips_batches` is True if the batches before a backup are skipped.
+        Otherwise an epoch of which a part is done is repeated.
+        """
+        num_begun = int(self.epoch.numpy()) + 1
+        at_position = num_begun == epoch + int(skips_batches)
+        return at_position and int(self.steps.numpy()) == steps
+
+    def move_end(self, update: int, num_left: int, steps: int) -> None:
+        """End the run in `num_left` updates; the rate at `update` stays."""
+        fraction = self.remaining_fraction(tf.constant(update))
+        epochs = int(self.epochs.numpy())
+        self.begin(update, num_left, epochs, steps)
+        self.scale.assign(fraction)
 
     def end_fit(self) -> None:
         """Forget the plan, so that the rate is the peak outside of `fit`."""
@@ -73,22 +82,27 @@ class RunPlan(Slots):
         return int(self.start.numpy()) + length if length else None
 
     def count_updates(self, update: tf.Tensor) -> tf.Tensor:
-        """Return the run's length; the number of updates so far if unknown."""
+        """Return the number of updates of the run; those so far if unknown."""
         num_done = tf.cast(update, tf.int64) - self.start + 1
         is_known = self._is_used() & (self.length > 0)
-        return tf.where(is_known, self.length, num_done)
+        whole = tf.cast(self.length, tf.float32)
+        whole = tf.math.divide_no_nan(whole, self.scale)
+        length = tf.where(
+            tf.equal(self.scale, 1.0), self.length, tf.cast(whole, tf.int64)
+        )
+        return tf.where(is_known, length, num_done)
 
     def _is_used(self) -> tf.Tensor:
         """True in a `fit`, or in a run that the user began."""
         return (self.in_fit > 0) | tf.equal(self.epochs, 0)
 
     def remaining_fraction(self, update: tf.Tensor) -> tf.Tensor:
-        """`clip(1 - (t - start) / length, 0, 1)`; 1 for an unknown length."""
+        """`scale * clip(1 - (t - start) / length, 0, 1)`; 1 if unused."""
         num_done = tf.cast(update, tf.int64) - self.start
         num_done = tf.clip_by_value(num_done, 0, self.length)
-        num_done *= tf.cast(self._is_used(), tf.int64)
         length = tf.cast(tf.maximum(self.length, 1), tf.float32)
-        return 1.0 - tf.cast(num_done, tf.float32) / length
+        fraction = 1.0 - tf.cast(num_done, tf.float32) / length
+        return tf.where(self._is_used(), self.scale * fraction, 1.0)
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")

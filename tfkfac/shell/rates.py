@@ -84,7 +84,7 @@ class ScheduledOptimizer(AveragingOptimizer):
                 "outside of `fit`. It falls to 0 over each `fit` of known "
                 "length."
             ]
-        start = max(int(self.plan.start.numpy()), 0)
+        start = int(self.plan.start.numpy())
         return [
             f"Learning rate: {rate}, falls linearly to 0 from update "
             f"{start:,} to {last_update:,}."

@@ -80,6 +80,10 @@ class Supervision(keras.callbacks.Callback):
         self._events_before = self._optimizer.event_counts()
 
     @override
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._optimizer.plan.epoch.assign(epoch)
+
+    @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._batches += 1
         if not self._is_alone:
@@ -100,14 +104,13 @@ class Supervision(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._first_update is not None:
             # The number of updates per epoch is known after the first epoch.
-            updates = self._optimizer.num_updates - self._first_update
+            plan, now = self._optimizer.plan, self._optimizer.num_updates
             epochs = self.params["epochs"]
-            self._optimizer.plan.begin(
-                self._optimizer.num_updates,
-                (epochs - epoch - 1) * updates,
-                epoch + 1,
-                epochs,
-            )
+            num_left = (epochs - epoch - 1) * (now - self._first_update)
+            if plan.end is None:
+                plan.begin(now, num_left, epochs)
+            else:
+                plan.move_end(now, num_left, 0)
             self._first_update = None
         self._count_events()
         if not self._is_alone:
@@ -160,26 +163,29 @@ class Supervision(keras.callbacks.Callback):
     def _plan_run(self, epoch: int, epochs: int, steps: int | None) -> None:
         """Begin the plan of `FitDecay`, or continue the plan of a backup.
 
-        The end moves if the numbers of updates differ: another number of
-        workers has other steps, and Keras repeats the epoch of a backup.
+        If the remaining batches are not those that the run would have had, the
+        end moves: with another batch size, or where Keras repeats an epoch.
         """
-        plan, update = self._optimizer.plan, self._optimizer.num_updates
+        plan, now = self._optimizer.plan, self._optimizer.num_updates
         is_loaded = epoch > 0 or plan.end != self._previous_end
-        is_resumed = is_loaded and plan.is_at(update, epoch, epochs)
+        is_resumed = is_loaded and plan.is_of(epochs)
+        skips = any(getattr(x, "num_skipped", 0) for x in self._callbacks)
         plan.in_fit.assign(1)
+        if is_resumed and plan.continues(epoch, steps or 0, skips):
+            return
+        is_resumed &= now < (plan.end or 0)
         if steps is None:
             if not is_resumed:
-                plan.begin(update, 0, epoch, epochs)
-                self._first_update = update
+                plan.begin(now, 0, epochs)
+            self._first_update = now
             return
-        # None for `FOSI` and `GaussNewton`, which accumulate no gradients.
+        # FOSI and GaussNewton do not accumulate gradients.
         batches = getattr(self._optimizer, "gradient_accumulation_steps", None)
-        length = max((epochs - epoch) * steps // (batches or 1), 1)
-        if not is_resumed:
-            plan.begin(update, length, epoch, epochs)
-        # Accept a difference of 1, due to accumulated gradients in a backup.
-        elif abs((plan.end or 0) - update - length) > 1:
-            plan.move_end(update, length)
+        num_left = max((epochs - epoch) * steps // (batches or 1), 1)
+        if is_resumed:
+            plan.move_end(now, num_left, steps)
+        else:
+            plan.begin(now, num_left, epochs, steps)
 
     def _start_run(self) -> None:
         """Set the run length of the method; check that all workers agree."""
@@ -197,6 +203,7 @@ class Supervision(keras.callbacks.Callback):
                 "updates of the learning rate's decay": [
                     int(plan.start.numpy()),
                     plan.end,
+                    float(plan.scale.numpy()),
                 ],
             }
             comparison.compare_beginnings(self._optimizer, run)

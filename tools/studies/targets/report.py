@@ -79,8 +79,8 @@ have the best of four rates, and of more if the best was the first or the last;
 Adam at a constant rate has Keras' default of 0.001. K-FAC (natural-gradient
 steps) has its default rate, and the best Adam as rest optimizer where its rate
 falls; `KFAC()` has no setting. The last rows compare with Adam (tuned, falling
-rate); means of ratios are geometric. Columns are of several machines, so the
-ratios of processor seconds are rough.
+rate); means of ratios are geometric. The columns were measured on different
+machines, so the ratios of processor seconds are rough.
 """
 
 
@@ -322,7 +322,8 @@ def title(method: str) -> str:
     words = [TITLES.get(variant.name, "K-FAC")]
     if arguments.pop("step", None) == "spectral":
         words = ["spectral steps"]
-    arguments.pop("rest", None)  # equal in all columns of a table
+    # The text above the table names the rest optimizer.
+    arguments.pop("rest", None)
     if arguments.pop("schedule", None):
         words.append("constant rate")
     words += [f"{name}={value}" for name, value in arguments.items()]
@@ -356,7 +357,7 @@ Ends = Mapping[str, Mapping[str, End]]
 
 
 def tiny_ends(records: Iterable[Record]) -> Ends:
-    """Return the ends by problem and method, those at constant rates last."""
+    """Return the results by problem and method, constant rates last."""
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
         run = record["run"]
