@@ -161,11 +161,11 @@ def race_table(
     return ("problem", *RACERS.values()), rows
 
 
-def _short(method: str, rate_only: bool = False) -> str:
+def _short(method: str) -> str:
     """Return the name of a method and its learning rate."""
     variant = parse_variant(method)
-    rate = str(variant.arguments.get("learning_rate", ""))
-    return rate if rate_only else f"{variant.name} {rate}".strip()
+    rate = variant.arguments.get("learning_rate", "")
+    return f"{variant.name} {rate}".strip()
 
 
 def examples_table(
@@ -195,7 +195,8 @@ def examples_table(
             if not rates:
                 return ""
             best = max(rates, key=lambda method: len(methods[method]))
-            return f"{ends(best)} ({_short(best.removesuffix(FALLING), True)})"
+            rate = parse_variant(best).arguments["learning_rate"]
+            return f"{ends(best)} ({rate})"
 
         for name in ENDS:
             level[name] += mean("kfac", name) <= mean("adam", name)

@@ -325,6 +325,16 @@ def test_another_number_of_batches_goes_on(tmp_path: Any, size: int) -> None:
     assert rates == pytest.approx(want[left // 2 :])
 
 
+def test_moved_end_keeps_the_rate_and_the_length() -> None:
+    """A third of 12 updates is done; with 4 more, the whole run has 6."""
+    optimizer = tfkfac.KFAC(step="spectral")
+    optimizer.begin_run(12)
+    optimizer.plan.move_end(4, 4, 2)
+    fractions = [float(optimizer.plan.remaining_fraction(t)) for t in (4, 6, 8)]
+    assert fractions == pytest.approx([2 / 3, 1 / 3, 0])
+    assert int(optimizer.plan.count_updates(5)) == 6
+
+
 def test_skipped_steps_do_not_move_the_end(tmp_path: Any) -> None:
     """A batch of NaN in each epoch makes no update."""
     files = str(tmp_path / "{epoch}.keras")
@@ -424,21 +434,21 @@ def test_config_has_the_rate_that_was_set() -> None:
 
 def test_optimizers_share_neither_config_nor_schedule() -> None:
     config = tfkfac.KFAC().get_config()
-    one, other = (tfkfac.KFAC.from_config(config) for _ in range(2))
+    first, second = (tfkfac.KFAC.from_config(config) for _ in range(2))
     schedule = tfkfac.schedules.FitDecay(1.0)
     third, fourth = (
         tfkfac.KFAC(schedule, step="spectral", rest_optimizer=Adam(schedule))
         for _ in range(2)
     )
-    for optimizer in (one, third):
+    for optimizer in (first, third):
         optimizer.learning_rate = 0.5
         assert float(optimizer.learning_rate) == 0.5
-    assert float(one.rest_optimizer.learning_rate) == pytest.approx(0.005)
+    assert float(first.rest_optimizer.learning_rate) == pytest.approx(0.005)
     assert float(third.rest_optimizer.learning_rate) == 1
-    for optimizer in (other, fourth):
+    for optimizer in (second, fourth):
         assert float(optimizer.learning_rate) == 1
-    one.learning_rate = tfkfac.schedules.FitDecay(2.0)
-    assert float(one.learning_rate) == 2
+    first.learning_rate = tfkfac.schedules.FitDecay(2.0)
+    assert float(first.learning_rate) == 2
 
 
 def test_optimizer_outside_of_the_scope() -> None:

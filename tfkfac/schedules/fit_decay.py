@@ -65,7 +65,7 @@ class RunPlan(Slots):
 
     def move_end(self, update: int, num_left: int, steps: int) -> None:
         """End the run in `num_left` updates; the rate at `update` stays."""
-        fraction = self.remaining_fraction(tf.constant(update))
+        fraction = self.remaining_fraction(tf.constant(update, tf.int64))
         epochs = int(self.epochs.numpy())
         self.begin(update, num_left, epochs, steps)
         self.scale.assign(fraction)
@@ -85,12 +85,12 @@ class RunPlan(Slots):
         """Return the number of updates of the run; those so far if unknown."""
         num_done = tf.cast(update, tf.int64) - self.start + 1
         is_known = self._is_used() & (self.length > 0)
-        whole = tf.cast(self.length, tf.float32)
-        whole = tf.math.divide_no_nan(whole, self.scale)
-        length = tf.where(
-            tf.equal(self.scale, 1.0), self.length, tf.cast(whole, tf.int64)
+        # A moved run has done the fraction `1 - scale` before its start.
+        length, scale = (
+            tf.cast(x, tf.float64) for x in (self.length, self.scale)
         )
-        return tf.where(is_known, length, num_done)
+        whole = tf.round(tf.math.divide_no_nan(length, scale))
+        return tf.where(is_known, tf.cast(whole, tf.int64), num_done)
 
     def _is_used(self) -> tf.Tensor:
         """True in a `fit`, or in a run that the user began."""
