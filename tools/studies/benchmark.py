@@ -7,7 +7,7 @@
 
 A variant is NAME[@FOLDER][:KEY=VALUE...]: an optimizer, the folder from which
 its library is imported (default: this tree), and arguments of its constructor.
-Each variant is a process. They take turns of a few steps, so that all of them
+Each variant is a process. The processes alternate every few steps, so that all
 see the same load of the machine: trust the ratios more than the milliseconds.
 """
 
@@ -18,20 +18,20 @@ import math
 import os
 import pathlib
 import re
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 import command  # isort: skip, sets the module path
 from common.arguments import parse_variant, positive
 from common.tables import table
 
-FIRST_ORDER = ("sgd", "adam", "adamw", "muon")
+# Names of the variants and of the classes in Keras.
+FIRST_ORDER = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "muon": "Muon"}
 BASES = ("sgd", "adam")  # baselines of the ratios
 SHAPES = {
     "M1": (784,),
@@ -61,69 +61,24 @@ GRACE_S = 20.0  # time for a process to end by itself
 
 Row = dict[str, Any]  # results of a variant on a model, as in the JSON file
 Times = list[tuple[float, float]]  # wall and processor seconds of each step
+Intervals = tuple[int, int]  # steps between updates of factors and of inverses
 
 
 # ------------------------------------------------------------------ the worker
-class Turns:
-    """Time the steps of a training, as many as the parent process requests.
+class Worker:
+    """Train one batch repeatedly, as many steps as the parent process requests.
 
-    Args:
-        training: The training.
-        questions: Requests, a line of JSON each: `{"steps": n}`,
-            `{"intervals": [f, i]}` (no answer) or `{"facts": true}`.
-        answers: File for the answers, a line of JSON each.
-    """
-
-    def __init__(
-        self, training: "Training", questions: TextIO, answers: TextIO
-    ) -> None:
-        self._training = training
-        self._questions = questions
-        self._answers = answers
-        self._times: Times = []
-        self._num_steps = 1
-        self._last = _now()
-
-    def end_of_step(self) -> bool:
-        """Record the time of a step; return True to run another step."""
-        now = _now()
-        self._times.append((now[0] - self._last[0], now[1] - self._last[1]))
-        if len(self._times) == self._num_steps:
-            self._answer(self._times)
-            self._times, self._num_steps = [], self._next_request()
-            now = _now()
-        self._last = now
-        return self._num_steps > 0
-
-    def _next_request(self) -> int:
-        """Answer requests until one asks for steps; return 0 at the end."""
-        for line in self._questions:
-            question = json.loads(line)
-            if "steps" in question:
-                return int(question["steps"])
-            if "intervals" in question:
-                self._training.set_intervals(*question["intervals"])
-            else:
-                self._answer(self._training.facts())
-        return 0
-
-    def _answer(self, answer: Any) -> None:
-        print(json.dumps(answer), file=self._answers, flush=True)
-
-
-def _now() -> tuple[float, float]:
-    return time.perf_counter(), time.process_time()
-
-
-class Training:
-    """A Keras model, its optimizer and one batch.
+    A request is a line of JSON on the standard input, `{"steps": n,
+    "intervals": [factor, inverse]}`. An answer is a line of JSON with the wall
+    and processor seconds of each step, and the bytes of the optimizer's state.
+    The first step is answered without a request.
 
     Args:
         model: Name of the model.
         name: Name of the optimizer.
         arguments: Arguments of its constructor.
         batch: Rows of the batch.
-        mode: "function" or "fit", see `--mode`.
+        answers: File for the answers.
     """
 
     def __init__(
@@ -132,29 +87,32 @@ class Training:
         name: str,
         arguments: dict[str, Any],
         batch: int,
-        mode: str,
+        answers: TextIO,
     ) -> None:
         import keras
 
         keras.utils.set_random_seed(0)
-        self._mode = mode
         self._model = build(model)
         self._optimizer = make_optimizer(name, arguments)
         self._loss = make_loss(model)
         self._batch = make_batch(model, batch)
+        self._answers = answers
+        self._times: Times = []
+        self._num_steps = 1
 
-    def run(self, end_of_step: Callable[[], bool]) -> None:
-        """Compile; train until `end_of_step` returns False."""
+    def run(self, mode: str) -> None:
+        """Compile and train until the requests end; `mode`: see `--mode`."""
+        self._last = _now()
         self._model.compile(self._optimizer, self._loss)
         # Create variables now: if the first trace creates them, Keras'
         # optimizers, but not those of tfkfac, need a second trace.
         self._optimizer.build(self._model.trainable_variables)
-        if self._mode == "fit":
-            self._fit(end_of_step)
+        if mode == "fit":
+            self._fit()
         else:
-            self._own_loop(end_of_step)
+            self._train_in_function()
 
-    def _own_loop(self, end_of_step: Callable[[], bool]) -> None:
+    def _train_in_function(self) -> None:
         import tensorflow as tf
 
         model, optimizer = self._model, self._optimizer
@@ -170,10 +128,10 @@ class Training:
 
         batch = [tf.constant(array) for array in self._batch]
         train(*batch).numpy()
-        while end_of_step():
+        while self._end_step():
             train(*batch).numpy()
 
-    def _fit(self, end_of_step: Callable[[], bool]) -> None:
+    def _fit(self) -> None:
         import keras
         import tensorflow as tf
 
@@ -183,7 +141,7 @@ class Training:
         full = tf.data.Dataset.from_tensors((x, y)).repeat(EPOCH - 1)
 
         def stop(batch: int, logs: Any) -> None:
-            self._model.stop_training = not end_of_step()
+            self._model.stop_training = not self._end_step()
 
         self._model.fit(
             full.concatenate(last).repeat(),
@@ -192,19 +150,34 @@ class Training:
             callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=stop)],
         )
 
-    def set_intervals(self, factor: int, inverse: int) -> None:
-        """Set K-FAC's update intervals; other optimizers have none."""
+    def _end_step(self) -> bool:
+        """Record the time of a step; return True to run another step."""
+        now = _now()
+        self._times.append((now[0] - self._last[0], now[1] - self._last[1]))
+        if len(self._times) == self._num_steps:
+            answer: Row = {"times": self._times}
+            if hasattr(self._optimizer, "state_bytes"):
+                answer["state_bytes"] = self._optimizer.state_bytes()["total"]
+            print(json.dumps(answer), file=self._answers, flush=True)
+            request = sys.stdin.readline()
+            if not request:
+                return False
+            self._accept(**json.loads(request))
+            now = _now()
+        self._last = now
+        return True
+
+    def _accept(self, steps: int, intervals: tuple[int, int]) -> None:
+        """Set the update intervals of K-FAC; other optimizers have none."""
+        self._times, self._num_steps = [], steps
         if hasattr(self._optimizer, "factor_update_interval"):
+            factor, inverse = intervals
             self._optimizer.factor_update_interval = factor
             self._optimizer.inverse_update_interval = inverse
 
-    def facts(self) -> dict[str, int]:
-        """Return the peak memory and the bytes of the curvature state."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        facts = {"peak_bytes": peak}
-        if hasattr(self._optimizer, "state_bytes"):
-            facts["state_bytes"] = self._optimizer.state_bytes()["total"]
-        return facts
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
 
 
 def mlp_size(model: str) -> tuple[int, int] | None:
@@ -264,18 +237,12 @@ def make_optimizer(name: str, arguments: dict[str, Any]) -> Any:
     """Return an optimizer by name."""
     import keras
 
-    types: Mapping[str, Callable[..., Any]] = {
-        "sgd": keras.optimizers.SGD,
-        "adam": keras.optimizers.Adam,
-        "adamw": keras.optimizers.AdamW,
-        "muon": keras.optimizers.Muon,
-    }
-
     def first_order(name: str, **arguments: Any) -> Any:
         momentum = {"momentum": 0.9} if name == "sgd" else {}
-        return types[name](RATE, **(momentum | arguments))
+        optimizer = getattr(keras.optimizers, FIRST_ORDER[name])
+        return optimizer(RATE, **(momentum | arguments))
 
-    if name in types:
+    if name in FIRST_ORDER:
         return first_order(name, **arguments)
     import tfkfac
 
@@ -285,7 +252,7 @@ def make_optimizer(name: str, arguments: dict[str, Any]) -> Any:
         return tfkfac.KFAC(
             inner,
             solver=detail,
-            factor_update_interval=10,
+            factor_update_interval=10,  # a number, so that it can be changed
             inverse_update_interval=100,
             **arguments,
         )
@@ -293,12 +260,12 @@ def make_optimizer(name: str, arguments: dict[str, Any]) -> Any:
     return tfkfac.FOSI(first_order(detail), **(once | arguments))
 
 
-def work(task: str) -> None:
-    """Train in this process, by a description of the task in JSON."""
+def work(task: dict[str, Any]) -> None:
+    """Train in this process; other output goes to the standard error."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    training = Training(**json.loads(task))
-    training.run(Turns(training, sys.stdin, answers).end_of_step)
+    mode = task.pop("mode")
+    Worker(**task, answers=answers).run(mode)
 
 
 # --------------------------------------------------------------- the processes
@@ -309,15 +276,11 @@ class DiedError(Exception):
 class Job:
     """The process of a variant, after its first step.
 
-    Args:
-        model: Name of the model.
-        variant: The variant.
-        options: The command line.
-
     Attributes:
         first_step: Wall and processor seconds of the first step, from
             `compile` on, with tracing.
         steps: Number of steps so far.
+        facts: "state_bytes" of optimizers with curvature state.
 
     Raises:
         DiedError: If the process fails.
@@ -329,7 +292,7 @@ class Job:
         name, folder, arguments = split_variant(variant)
         task = {"model": model, "name": name, "arguments": arguments}
         task |= {"batch": options.batch, "mode": options.mode}
-        self._text = variant
+        self._variant = variant
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, close() does
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--worker", json.dumps(task)],
@@ -339,42 +302,32 @@ class Job:
             stderr=self._log,
             text=True,
         )
+        self.steps = 0
         try:
             [self.first_step] = self._answer()
         except DiedError:
             self.close()
             raise
-        self.steps = 1
 
-    def run(self, steps: int) -> Times:
+    def run(self, steps: int, intervals: Intervals) -> Times:
         """Train; return wall and processor seconds of each step."""
-        self.steps += steps
-        return self._ask(steps=steps)
-
-    def set_intervals(self, factor: int, inverse: int) -> None:
-        """Set K-FAC's update intervals."""
-        self._send(intervals=[factor, inverse])
-
-    def facts(self) -> dict[str, int]:
-        """Return `Training.facts`."""
-        return self._ask(facts=True)
-
-    def _ask(self, **question: Any) -> Any:
-        self._send(**question)
+        assert self._process.stdin is not None
+        request = json.dumps({"steps": steps, "intervals": intervals})
+        with contextlib.suppress(BrokenPipeError):  # _answer() raises
+            print(request, file=self._process.stdin, flush=True)
         return self._answer()
 
-    def _send(self, **question: Any) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # _answer() raises
-            print(json.dumps(question), file=self._process.stdin, flush=True)
-
-    def _answer(self) -> Any:
+    def _answer(self) -> Times:
         assert self._process.stdout is not None
-        if line := self._process.stdout.readline():
-            return json.loads(line)
-        self._log.seek(0)
-        end = self._log.read().decode(errors="replace")[-2000:]
-        raise DiedError(f"{self._text} died:\n{end}")
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            end = self._log.read().decode(errors="replace")[-2000:]
+            raise DiedError(f"{self._variant} died:\n{end}")
+        self.facts = json.loads(line)
+        times: Times = self.facts.pop("times")
+        self.steps += len(times)
+        return times
 
     def close(self) -> None:
         """End the process."""
@@ -392,9 +345,8 @@ class Job:
 def phases(period: int, first: int, times: Sequence[float]) -> Sequence[float]:
     """Return median step times by the position of a step in its interval.
 
-    A step of K-FAC takes longer where factors or inverses are due, so steps
-    are sorted by their number modulo the interval. The mean of the phases is
-    the time of a step, wherever in the interval an optimizer does its work.
+    A step of K-FAC takes longer where factors or inverses are due. The mean of
+    the phases is the mean time of a step, without single disturbed steps.
 
     Args:
         period: Steps of an interval.
@@ -406,45 +358,35 @@ def phases(period: int, first: int, times: Sequence[float]) -> Sequence[float]:
 
 
 # ------------------------------------------------------------- the measurement
-def measure(
-    model: str, variants: Sequence[str], options: argparse.Namespace
-) -> list[Row]:
+def measure(model: str, options: argparse.Namespace) -> list[Row]:
     """Time the first step and the later steps of all variants on a model."""
     with contextlib.ExitStack() as stack:
         rows, jobs = [], []
-        for variant in variants:
+        for variant in options.variants:
             row, job = start(model, variant, options)
             rows.append(row)
             if job is not None:
                 stack.callback(job.close)
-                job.run(WARM_UP - job.steps)
+                job.run(WARM_UP - job.steps, options.mixes[0])
                 jobs.append((row, job))
-        for factor, inverse in options.mixes:
-            run(jobs, factor, inverse, options)
-        for row, job in jobs:
-            row.update(job.facts())
+        for mix in options.mixes:
+            run(jobs, mix, options)
     return compare(rows)
 
 
-def measure_first_steps(
-    model: str, variants: Sequence[str], options: argparse.Namespace
-) -> list[Row]:
+def measure_first_steps(model: str, options: argparse.Namespace) -> list[Row]:
     """Return the median time of the first step over several processes."""
-    runs: list[list[Row]] = [[] for _ in variants]
+    runs: list[list[Row]] = [[] for _ in options.variants]
     for _ in range(options.first_step):
-        for rows, variant in zip(runs, variants, strict=True):
+        for rows, variant in zip(runs, options.variants, strict=True):
             row, job = start(model, variant, options)
             rows.append(row)
             if job is not None:
-                row.update(job.facts())
                 job.close()
-    for rows in runs:
-        if all("first_step" in row for row in rows):
-            steps = [row["first_step"] for row in rows]
-            rows[0]["first_step"] = {
-                key: statistics.median(step[key] for step in steps)
-                for key in steps[0]
-            }
+    for first, *others in runs:
+        for key, value in first.get("first_step", {}).items():
+            times = [r["first_step"][key] for r in others if "first_step" in r]
+            first["first_step"][key] = statistics.median([value, *times])
     return compare([rows[0] for rows in runs])
 
 
@@ -459,47 +401,42 @@ def start(
         row["error"] = str(error)
         print(f"{model} {error}", file=sys.stderr, flush=True)
         return row, None
-    row["first_step"] = dict(
-        zip(("seconds", "cpu_seconds"), job.first_step, strict=True)
-    )
-    return row, job
+    keys = "seconds", "cpu_seconds"
+    row["first_step"] = dict(zip(keys, job.first_step, strict=True))
+    return row | job.facts, job
 
 
 def run(
     jobs: Sequence[tuple[Row, Job]],
-    factor: int,
-    inverse: int,
+    mix: Intervals,
     options: argparse.Namespace,
 ) -> None:
     """Run whole intervals of all jobs alternately; add times to the rows."""
-    period = math.lcm(factor, inverse)
+    period = math.lcm(*mix)
     steps = options.rounds * period * max(1, -(-MIN_STEPS // period))
     firsts = [job.steps for _, job in jobs]
     times: list[Times] = [[] for _ in jobs]
-    for _, job in jobs:
-        job.set_intervals(factor, inverse)
     order = list(zip(times, jobs, strict=True))
     for begin in range(0, steps, SLICE):
         for record, (_, job) in order:
-            record += job.run(min(SLICE, steps - begin))
+            record += job.run(min(SLICE, steps - begin), mix)
         order.reverse()  # so that each job follows different jobs
     for (row, _), first, pairs in zip(jobs, firsts, times, strict=True):
         wall, processor = (
             phases(period, first, [1e3 * seconds for seconds in column])
             for column in zip(*pairs, strict=True)
         )
-        row.setdefault("mixes", {})[f"({factor},{inverse})"] = {
+        row.setdefault("mixes", {})[f"({mix[0]},{mix[1]})"] = {
             "steps": len(pairs),
             "mean_ms": statistics.fmean(wall),
             "median_ms": statistics.median(wall),
             "longest_ms": max(wall),
             "cpu_mean_ms": statistics.fmean(processor),
-            "load": os.getloadavg()[0],
         }
 
 
 def compare(rows: list[Row]) -> list[Row]:
-    """Add the ratios to SGD and Adam, if SGD and Adam were run."""
+    """Add the ratios of times to SGD and Adam, if SGD and Adam were run."""
     for name in BASES:
         base = next((row for row in rows if row["variant"] == name), {})
         for row in rows:
@@ -507,8 +444,6 @@ def compare(rows: list[Row]) -> list[Row]:
                 _add_ratio(cost, base.get("mixes", {}).get(mix), name)
             if "first_step" in row:
                 _add_ratio(row["first_step"], base.get("first_step"), name)
-            if name == "sgd" and {"peak_bytes"} <= base.keys() & row.keys():
-                row["extra_peak_bytes"] = row["peak_bytes"] - base["peak_bytes"]
     return rows
 
 
@@ -526,7 +461,7 @@ def text_table(rows: Sequence[Row]) -> str:
     heading = ["model and variant"]
     for mix in mixes:
         heading += [f"{mix} ms", "/ sgd", "/ adam", "CPU / sgd", "max/med"]
-    heading += ["first CPU s", "/ sgd", "/ adam", "peak MB", "+ MB", "state MB"]
+    heading += ["first CPU s", "/ sgd", "/ adam", "state MB"]
     lines = []
     for row in rows:
         line = [f"{row['model']} {row['variant']}"]
@@ -538,8 +473,7 @@ def text_table(rows: Sequence[Row]) -> str:
             line.append(f"{longest:.1f}" if cost else "-")
         for key in ("cpu_seconds", "cpu_seconds / sgd", "cpu_seconds / adam"):
             line.append(_cell(row.get("first_step", {}), key))
-        for key in ("peak_bytes", "extra_peak_bytes", "state_bytes"):
-            line.append(_cell(row, key, 1e-6))
+        line.append(_cell(row, "state_bytes", 1e-6))
         lines.append(line)
     return table(heading, lines)
 
@@ -557,9 +491,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     rows: list[Row] = []
     for model in options.models:
-        method = measure_first_steps if options.first_step else measure
         try:
-            new = method(model, options.variants, options)
+            if options.first_step:
+                new = measure_first_steps(model, options)
+            else:
+                new = measure(model, options)
         except DiedError as error:
             sys.exit(f"{model}: {error}")
         print(text_table(new), flush=True)
@@ -592,17 +528,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="FACTOR,INVERSE",
         help="update intervals of K-FAC (default: 10,100 1,10)",
     )
-    add(
-        "--first-step",
-        type=positive,
-        metavar="N",
-        help="measure the first step only, of N processes each",
-    )
     for name, default, text in (
-        ("rounds", 5, "intervals of each mix; a phase has their median"),
-        ("batch", 128, "rows of a batch"),
+        ("first-step", None, "measure the first step only, of N processes"),
+        ("rounds", 5, "intervals of each mix (default: 5)"),
+        ("batch", 128, "rows of a batch (default: 128)"),
     ):
-        text += " (default: %(default)s)"
         add(f"--{name}", type=positive, default=default, metavar="N", help=text)
     add(
         "--mode",
@@ -612,7 +542,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "smaller last batch",
     )
     add("--json", type=pathlib.Path, metavar="FILE", help="keeps all results")
-    add("--worker", help=argparse.SUPPRESS)
+    add("--worker", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     for model in options.models:
         if model not in SHAPES and mlp_size(model) is None:

@@ -5,14 +5,14 @@
     python tools/studies/time_to_target.py --optimizer my.py:make --problem mlp
 
 The target is the final metric of the best baseline: SGD with momentum, Adam,
-AdamW or Keras' Muon. Each has four learning rates, three batches and weight
-decays of three effective sizes, chosen on held-out training data; K-FAC has its
-default rate, half or all of the epochs, and the same batches and decays;
-`KFAC()` has Adam's batch and epochs. All rates fall linearly to 0. The chosen
-settings are trained with all training data
-and measured with the test set.
+AdamW or Keras' Muon. Settings are chosen on held-out training data: each
+baseline has four learning rates, three batches and weight decays of three
+effective sizes; K-FAC has its default rate, half or all of the epochs, and the
+same batches and decays; `KFAC()` has Adam's batch and epochs. All rates fall
+linearly to 0. The chosen settings are trained with all training data and
+measured with the test set.
 
-Tiny problems compare the training loss at the end: all rates, all seeds.
+Tiny problems compare the final training loss: all rates, all seeds.
 
 Each setting is a process, in Keras' `fit`, on one thread. Compare processor
 seconds: wall seconds depend on the load of the machine. A study can be
@@ -76,15 +76,12 @@ def make_plan(options: argparse.Namespace) -> Plan:
     for name, problem in problems_of(options.size).items():
         if options.problem and name not in options.problem:
             continue
-        if problem.is_here:
+        if problem.is_installed:
             problems[name] = study.data_name(problem.data, options.data)
         else:
             print(f"Left out: {name}, which needs {problem.needs}")
-    grid = {
-        name: getattr(options, name)
-        for name in ("rates", "decays", "batches", "shares")
-        if getattr(options, name) is not None
-    }
+    names = "rates", "decays", "batches", "shares"
+    grid = {n: value for n in names if (value := getattr(options, n))}
     tiny = options.size == TINY
     return Plan(
         options.size,
@@ -114,7 +111,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "weights and half of the examples (default: that of --size)",
     )
     add("--problem", nargs="+", default=[], help="default: all of the size")
-    for name, kind, metavar, text in (
+    for name, convert, metavar, text in (
         ("method", method, "METHOD", "optimizers (default: see README.md)"),
         (
             "optimizer",
@@ -128,19 +125,19 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         add(
             f"--{name}",
             nargs="+",
-            type=kind,
+            type=convert,
             default=[],
             metavar=metavar,
             help=text,
         )
-    for name, convert, text in (
+    for name, parse_value, text in (
         ("rates", number, "learning rates of all but K-FAC"),
         ("batches", positive, "examples of a batch"),
-        ("decays", number, "parts of the weights that decay over a training"),
+        ("decays", number, "fractions of the weights that decay removes"),
         ("shares", number, "lengths of the schedule, all epochs = 1"),
-        ("seeds", int, "seeds of what is measured"),
+        ("seeds", int, "seeds of the final trainings"),
     ):
-        add(f"--{name}", nargs="+", type=convert, metavar="X", help=text)
+        add(f"--{name}", nargs="+", type=parse_value, metavar="X", help=text)
     add("--jobs", type=positive, default=1, metavar="N", help="processes")
     add(
         "--json",

@@ -1,12 +1,12 @@
 """The data at full size: images, characters, torques of a robot's arm."""
 
-import dataclasses
 import pathlib
-from typing import Any
 
 import numpy as np
 from keras import tree
 
+from common import data, text
+from common.data import Data, Split
 from targets.problems import HELD_OUT
 
 SEQUENCE = 64
@@ -14,31 +14,16 @@ SIDE = 28
 MEASURED = 5_000  # examples of a measurement
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """Training and test examples.
+def hold_out(train: Split) -> Data:
+    """Split training examples into training and test examples."""
+    first = round(len(train) * (1 - HELD_OUT))
+    return Data(train.first(first), rows_of(train, first, first + MEASURED))
 
-    Attributes:
-        x: Inputs, one array or several; pixels are in [0, 1].
-        y: Targets: labels, numbers, or the pixels.
-        test_x: Inputs of the test examples.
-        test_y: Targets of the test examples.
-    """
 
-    x: Any
-    y: np.ndarray
-    test_x: Any
-    test_y: np.ndarray
-
-    def held_out(self) -> "Data":
-        """Return the training examples, split into two sets."""
-        first = round(len(self.y) * (1 - HELD_OUT))
-        last = slice(first, first + MEASURED)
-
-        def part(rows: slice) -> tuple[Any, np.ndarray]:
-            return tree.map_structure(lambda a: a[rows], self.x), self.y[rows]
-
-        return Data(*part(slice(first)), *part(last))
+def rows_of(split: Split, start: int, end: int | None = None) -> Split:
+    """Return the examples from `start` to `end`."""
+    x, y = tree.map_structure(lambda a: a[start:end], (split.x, split.y))
+    return Split(x, y)
 
 
 def tokens(words: np.ndarray) -> dict[str, np.ndarray]:
@@ -55,11 +40,14 @@ def load(name: str, directory: pathlib.Path | None, examples: int) -> Data:
         directory: Directory of idx files; None takes scikit-learn's digits.
         examples: Number of training examples.
     """
-    if name in ("text", "tokens"):
-        data = characters(examples)
-        if name == "text":
-            return data
-        return Data(tokens(data.x), data.y, tokens(data.test_x), data.test_y)
+    if name == "text":
+        return characters(examples)
+    if name == "tokens":
+        pieces = characters(examples)
+        train, test = pieces.train, pieces.test
+        return Data(
+            Split(tokens(train.x), train.y), Split(tokens(test.x), test.y)
+        )
     if name == "arm":
         return arm(examples)
     if directory is None:
@@ -69,36 +57,34 @@ def load(name: str, directory: pathlib.Path | None, examples: int) -> Data:
 
 def idx_images(directory: pathlib.Path, examples: int) -> Data:
     """Return the first images of a directory in MNIST's format."""
-    from common import data
-
     images = data.idx_images(directory)
-    return _images(images.train.first(examples), images.test)
+    return _scaled(images.train.first(examples), images.test)
 
 
 def moved_digits(examples: int, measured: int = MEASURED) -> Data:
     """Return scikit-learn's digits at random places of 28x28."""
-    from common import data
-
     digits = data.moved_digits(examples, min(measured, examples))
-    return _images(digits.train, digits.test)
+    return _scaled(digits.train, digits.test)
 
 
-def _images(train: Any, test: Any) -> Data:
+def _scaled(train: Split, test: Split) -> Data:
     """Scale the pixels to [0, 1]."""
-    arrays = []
-    for split in (train, test.first(MEASURED)):
-        arrays += [split.x.astype("float32") / 255, split.y.astype("int32")]
-    return Data(*arrays)
+
+    def scale(split: Split) -> Split:
+        x = split.x.astype("float32") / 255
+        return Split(x, split.y.astype("int32"))
+
+    return Data(scale(train), scale(test.first(MEASURED)))
 
 
 def characters(examples: int) -> Data:
     """Return Python's standard library; its end is the test set."""
-    from common import text
-
     pieces = text.pieces(text.standard_library(), SEQUENCE + 1)
     held_out = MEASURED // 10
     train, test = pieces[:-held_out][:examples], pieces[-held_out:]
-    return Data(train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:])
+    return Data(
+        Split(train[:, :-1], train[:, 1:]), Split(test[:, :-1], test[:, 1:])
+    )
 
 
 def arm(examples: int) -> Data:
@@ -114,7 +100,8 @@ def arm(examples: int) -> Data:
     y = (torques - torques.mean(0)) / torques.std(0)
     x = np.concatenate([angles / np.pi, motion], 1).astype("float32")
     y = y.astype("float32")
-    return Data(x[:examples], y[:examples], x[examples:], y[examples:])
+    rows = Split(x, y)
+    return Data(rows.first(examples), rows_of(rows, examples))
 
 
 def _torques(

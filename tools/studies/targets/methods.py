@@ -20,8 +20,16 @@ from targets.run import Run
 
 BASELINES = ("sgd", "adam", "adamw", "muon")
 SCHEDULE_FREE = "schedulefree"
+# Classes of Keras by the names of the methods.
+KERAS = {
+    "sgd": "SGD",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "muon": "Muon",
+    SCHEDULE_FREE: "ScheduleFreeAdamW",
+}
 KFAC = "kfac"
-OUTSIDE = ".py"  # is in the name of an optimizer from a file
+OUTSIDE = ".py"  # part of the name of an optimizer that a file defines
 CONSTANT = ":schedule=constant"  # ends the name of a method
 
 
@@ -30,8 +38,9 @@ class Grid(NamedTuple):
 
     Attributes:
         rates: Initial learning rates; None is the optimizer's default.
-        decays: Parts of the weights that weight decay removes over a training;
-            all but the first are tried with the best setting of the first.
+        decays: Fractions of the weights that weight decay removes over a
+            training; the first is tried with all rates and batches, the others
+            with the best setting of the first.
         shares: Lengths of the schedule over the problem's epochs.
     """
 
@@ -43,7 +52,7 @@ class Grid(NamedTuple):
 def parse(text: str) -> Variant:
     """Parse a method."""
     variant = parse_variant(text)
-    known = (*BASELINES, SCHEDULE_FREE, KFAC)
+    known = (*KERAS, KFAC)
     if variant.name not in known and OUTSIDE not in variant.name:
         raise argparse.ArgumentTypeError(
             f"{text!r} is none of {', '.join(known)}"
@@ -56,8 +65,8 @@ def outside(text: str) -> tuple[str, str]:
 
     The name has a hash of the file, which distinguishes its versions.
     """
-    place, _, function = text.rpartition(":")
-    path = pathlib.Path(place).resolve()
+    file, _, function = text.rpartition(":")
+    path = pathlib.Path(file).resolve()
     if path.suffix != OUTSIDE or not path.is_file():
         raise argparse.ArgumentTypeError(
             f"must be FILE.py:FUNCTION; received {text!r}"
@@ -94,7 +103,7 @@ def grid_of(method: str, problem: Problem) -> Grid:
 
 
 def follows_adam(method: str) -> bool:
-    """Return True if a method has the best rate or batch of Adam."""
+    """Return True if a method needs the best rate or batch of Adam."""
     is_rest = parse(method).arguments.get("rest") == "adam"
     return is_rest or is_untuned(method)
 
@@ -104,30 +113,21 @@ def is_constant(method: str) -> bool:
     return method.endswith(CONSTANT)
 
 
-def keras_decay(part: float, rate: float, steps: int) -> float | None:
-    """Return the `weight_decay` of Keras that removes a part of all weights.
+def keras_decay(fraction: float, rate: float, steps: int) -> float | None:
+    """Return the `weight_decay` of Keras that removes a fraction of weights.
 
     In each step Keras removes the learning rate times `weight_decay` of each
     weight; rates that fall linearly to 0 have the sum `rate (steps + 1) / 2`.
-
-    Args:
-        part: Part of the weights, in [0, 1).
-        rate: Initial learning rate.
-        steps: Number of steps.
     """
-    if not part:
+    if not fraction:
         return None
-    return -math.log1p(-part) / (rate * (steps + 1) / 2)
+    return -math.log1p(-fraction) / (rate * (steps + 1) / 2)
 
 
 def make_optimizer(run: Run, steps: int, model: Any, path: str | None) -> Any:
     """Return an optimizer for a training of `steps` steps.
 
-    Args:
-        run: The training.
-        steps: Number of its steps.
-        model: The model.
-        path: The file of an optimizer from outside.
+    `path` is the file of a method that `outside` has parsed, else None.
     """
     import keras
 
@@ -140,10 +140,6 @@ def make_optimizer(run: Run, steps: int, model: Any, path: str | None) -> Any:
     schedule: Callable[[float], Any] = falling
     if arguments.pop("schedule", None) is not None:
         schedule = float
-    if is_untuned(run.method):
-        import tfkfac
-
-        return tfkfac.KFAC()
     if variant.name == KFAC:
         return _kfac(run, steps, arguments, schedule)
     assert run.rate is not None
@@ -160,16 +156,11 @@ def make_optimizer(run: Run, steps: int, model: Any, path: str | None) -> Any:
         from targets.models import output_layer
 
         options["adam_weight_decay"] = options["weight_decay"]
-        # As its documentation asks for; it excludes embeddings by itself.
+        # As the documentation of Muon recommends; embeddings are excluded by
+        # default.
         options["exclude_layers"] = [f"^{output_layer(model).path}/"]
-    types = {
-        "sgd": keras.optimizers.SGD,
-        "adam": keras.optimizers.Adam,
-        "adamw": keras.optimizers.AdamW,
-        "muon": keras.optimizers.Muon,
-        SCHEDULE_FREE: keras.optimizers.ScheduleFreeAdamW,
-    }
-    return types[variant.name](**{**options, **arguments})
+    optimizer = getattr(keras.optimizers, KERAS[variant.name])
+    return optimizer(**{**options, **arguments})
 
 
 def _kfac(
@@ -183,6 +174,8 @@ def _kfac(
 
     import tfkfac
 
+    if is_untuned(run.method):
+        return tfkfac.KFAC()
     spectral = arguments.get("step") == "spectral"
     rate = run.rate or (1.0 if spectral else 0.1)
     if arguments.pop("rest", None) is not None:

@@ -8,6 +8,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from common import networks
+from common.data import Split
 from common.text import CHARACTERS
 from targets.data import SEQUENCE, SIDE
 from targets.problems import SIZES, TINY, Problem
@@ -37,16 +38,14 @@ def _stack(shape: Sequence[int], *hidden: Any, outputs: int) -> keras.Model:
     return keras.Sequential([keras.Input(shape), *hidden, last])
 
 
+def _dense(count: int, units: int, activation: str) -> list[layers.Layer]:
+    return [layers.Dense(units, activation) for _ in range(count)]
+
+
 def _image_autoencoder(shrink: int) -> keras.Model:
     inputs = keras.Input(IMAGE)
     outputs = networks.autoencoder(shrink)(layers.Flatten()(inputs))
     return keras.Model(inputs, outputs)
-
-
-def _deep_mlp(shrink: int) -> keras.Model:
-    """Eight hidden layers."""
-    hidden = (layers.Dense(256 // shrink, "tanh") for _ in range(8))
-    return _stack(IMAGE, layers.Flatten(), *hidden, outputs=CLASSES)
 
 
 def _llama(words: int, width: int, tied: bool = False) -> keras.Model:
@@ -65,13 +64,8 @@ def _llama(words: int, width: int, tied: bool = False) -> keras.Model:
     return models.Llama3CausalLM(backbone=backbone, preprocessor=None)
 
 
-def _regressor(shrink: int) -> keras.Model:
-    hidden = (layers.Dense(128 // shrink, "tanh") for _ in range(4))
-    return _stack((6,), *hidden, outputs=2)
-
-
 class Sampling(layers.Layer):
-    """Samples a normal distribution, and adds its divergence to the loss.
+    """Sample a normal distribution; add its KL divergence to the loss.
 
     The inputs are the concatenated means and logarithms of variances.
     """
@@ -102,7 +96,12 @@ def _variational(width: int, code: int) -> list[layers.Layer]:
 
 _FULL: Mapping[str, Callable[[int], keras.Model]] = {
     "autoencoder": _image_autoencoder,
-    "mlp": _deep_mlp,
+    "mlp": lambda shrink: _stack(
+        IMAGE,
+        layers.Flatten(),
+        *_dense(8, 256 // shrink, "tanh"),
+        outputs=CLASSES,
+    ),
     "cnn": lambda shrink: networks.cnn(IMAGE, CLASSES, 32 // shrink),
     "resnet20": lambda shrink: networks.resnet(
         IMAGE, CLASSES, 20, 16 // shrink
@@ -111,7 +110,9 @@ _FULL: Mapping[str, Callable[[int], keras.Model]] = {
         CHARACTERS, SEQUENCE, 128 // shrink
     ),
     "llama": lambda shrink: _llama(CHARACTERS, 128 // shrink),
-    "regression": _regressor,
+    "regression": lambda shrink: _stack(
+        (6,), *_dense(4, 128 // shrink, "tanh"), outputs=2
+    ),
     "vae": lambda shrink: _stack(
         IMAGE,
         layers.Flatten(),
@@ -140,16 +141,6 @@ def _tiny_autoencoder() -> keras.Model:
     return _stack((64,), *first, layers.Dense(8), *last, outputs=64)
 
 
-def _tiny_regressor() -> keras.Model:
-    hidden = (layers.Dense(64, "relu") for _ in range(2))
-    return _stack((6,), *hidden, outputs=1)
-
-
-def _tiny_mlp() -> keras.Model:
-    hidden = (layers.Dense(96, "relu") for _ in range(4))
-    return _stack(IMAGE, layers.Flatten(), *hidden, outputs=CLASSES)
-
-
 def _siamese() -> keras.Model:
     """Classify pairs by the distance of their codes."""
     code = keras.Sequential([layers.Dense(64, "relu"), layers.Dense(16)])
@@ -157,11 +148,6 @@ def _siamese() -> keras.Model:
     square = ops.square(code(inputs[0]) - code(inputs[1]))
     distance = ops.sqrt(ops.sum(square, -1, keepdims=True) + 1e-6)
     return keras.Model(inputs, layers.Dense(1)(distance))
-
-
-def _lstm() -> keras.Model:
-    embedding = layers.Embedding(50, 16, mask_zero=True)
-    return _stack((20,), embedding, layers.LSTM(24), outputs=2)
 
 
 def _vit() -> keras.Model:
@@ -220,11 +206,18 @@ def _mobilenet() -> keras.Model:
 _TINY: Mapping[str, Callable[[], keras.Model]] = {
     "cnn": _tiny_cnn,
     "autoencoder": _tiny_autoencoder,
-    "regression": _tiny_regressor,
-    "mlp": _tiny_mlp,
+    "regression": lambda: _stack((6,), *_dense(2, 64, "relu"), outputs=1),
+    "mlp": lambda: _stack(
+        IMAGE, layers.Flatten(), *_dense(4, 96, "relu"), outputs=CLASSES
+    ),
     "siamese": _siamese,
     "vae": lambda: _stack((64,), *_variational(64, 8), outputs=64),
-    "lstm": _lstm,
+    "lstm": lambda: _stack(
+        (20,),
+        layers.Embedding(50, 16, mask_zero=True),
+        layers.LSTM(24),
+        outputs=2,
+    ),
     "vit": _vit,
     "bert": _bert,
     "gpt2": _gpt2,
@@ -263,33 +256,28 @@ def targets_of(loss: str, x: Any, y: Any) -> Any:
 
 
 def make_measure(
-    model: keras.Model, problem: Problem, score: str, x: Any, y: Any
+    model: keras.Model, problem: Problem, score: str, split: Split
 ) -> Callable[[], float]:
-    """Return a function that measures a model.
+    """Return a function that measures a model on all examples of `split`.
 
-    `Model.evaluate` would reset the metrics of `fit`.
-
-    Args:
-        model: The model.
-        problem: Its problem.
-        score: "accuracy", "loss", or "pixels", the squared error of an image.
-        x: Inputs of all examples.
-        y: Targets of all examples.
+    `Model.evaluate` would reset the metrics of `fit`. `score` is "accuracy",
+    "loss", or "pixels", the squared error of an image.
     """
-    rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(CHUNK).cache()
+    examples = tf.data.Dataset.from_tensor_slices((split.x, split.y))
+    rows = examples.batch(CHUNK).cache()
     loss = LOSSES[problem.loss]()
 
     def mean(x: Any, y: Any) -> tf.Tensor:
         outputs = model(x, training=problem.batch_statistics)
         targets = targets_of(problem.loss, x, y)
         if score == "accuracy":
-            right = tf.equal(tf.argmax(outputs, -1, tf.int32), y)
-            return tf.reduce_mean(tf.cast(right, tf.float32))
+            correct = tf.equal(tf.argmax(outputs, -1, tf.int32), y)
+            return tf.reduce_mean(tf.cast(correct, tf.float32))
         if score == "pixels":
             errors = tf.square(tf.sigmoid(outputs) - targets)
             return tf.reduce_mean(tf.reduce_sum(errors, -1))
-        own = tf.add_n([*model.losses, tf.constant(0.0)])
-        return tf.reduce_mean(loss(targets, outputs)) + own
+        added = tf.add_n([*model.losses, tf.constant(0.0)])
+        return tf.reduce_mean(loss(targets, outputs)) + added
 
     @tf.function
     def measure() -> tf.Tensor:

@@ -1,14 +1,15 @@
 """The trainings of a study, stage by stage.
 
 For tiny problems all rates are trained with all seeds. Otherwise settings are
-searched on held-out training data: the grid, rates beyond it while the best
-rate is at its edge, then weight decays. Settings searched with small models are
-searched again at full size: half and double of the best rate until it is
-between two others; of K-FAC, which keeps its rate, all batches and lengths. The
-best setting is trained with all training data and measured with the test set.
+searched on held-out training data: the grid, rates beyond the grid while the
+best rate is at its edge, then weight decays. Settings searched with small
+models are searched again at full size: half and double of the best rate until
+the best rate is between two other rates; for K-FAC, which keeps its rate, all
+batches and lengths. The best setting is trained with all training data and
+measured with the test set.
 
-The setting of K-FAC is the first to end, on the held-out data, as well as the
-best baseline does.
+The setting of K-FAC is the quickest with the final held-out loss of the best
+baseline, or less.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from targets.methods import (
     is_baseline,
     is_untuned,
 )
-from targets.problems import TINY, problem_of
+from targets.problems import TINY, Problem, problems_of
 from targets.results import finals, loss_of, seconds_of, settings_of
 from targets.run import FINAL, SEARCH, Run
 from targets.study import Record
@@ -44,7 +45,7 @@ class Plan:
         search_size: Size at which settings are searched.
         data: Name of the data, by problem.
         methods: The methods.
-        seeds: Seeds of what is measured.
+        seeds: Seeds of the final trainings.
         grid: Values that replace those of each method's grid; "batches"
             replaces those of the problems.
     """
@@ -59,9 +60,8 @@ class Plan:
     def stages(self, records: Sequence[Record]) -> Iterator[list[Run]]:
         """Yield the trainings of each stage.
 
-        Args:
-            records: All records, to which those of a stage are added before
-                the next stage is requested.
+        The caller adds the records of a stage to `records` before it requests
+        the next stage.
         """
         searched = self._searched_methods
         followers = [name for name in searched if follows_adam(name)]
@@ -76,7 +76,7 @@ class Plan:
             return
         if self.search_size != self.size:
             for _ in range(1 + MAX_BEYOND):
-                yield list(self._again(records))
+                yield list(self._full_size(records))
         yield list(self._finals(records))
 
     def _grids(
@@ -123,15 +123,19 @@ class Plan:
             best = self.chosen(problem, method, records)
             if best is None or best.rate is None:
                 continue
-            rates = set()
-            for record in self._searched(problem, method, records):
-                run = Run(**record["run"])
-                if dataclasses.replace(run, rate=best.rate).setting == best:
-                    rates.add(run.rate or 0.0)
-            ordered = sorted(rates - {0.0})
-            if len(ordered) < 2:
+            searched = self._searched(problem, method, records)
+            runs = (Run(**record["run"]) for record in searched)
+            rates = sorted(
+                {
+                    run.rate
+                    for run in runs
+                    if run.rate
+                    and dataclasses.replace(run, rate=best.rate).setting == best
+                }
+            )
+            if len(rates) < 2:
                 continue
-            for edge, inside in (ordered[:2], ordered[:-3:-1]):
+            for edge, inside in (rates[:2], rates[:-3:-1]):
                 for seed in self._first_seeds if edge == best.rate else ():
                     beyond = float(f"{edge * edge / inside:.3g}")
                     yield dataclasses.replace(best, rate=beyond, seed=seed)
@@ -148,7 +152,7 @@ class Plan:
                         best, decay=decay, seed=SEARCH_SEED
                     )
 
-    def _again(self, records: Sequence[Record]) -> Iterator[Run]:
+    def _full_size(self, records: Sequence[Record]) -> Iterator[Run]:
         """Yield the search at full size: rates, or batches and lengths."""
         for problem, method in self._pairs(self._searched_methods):
             best = self.final(problem, method, records)
@@ -207,12 +211,8 @@ class Plan:
     ) -> Run | None:
         """Return the best setting of a method; None if there is none yet.
 
-        Args:
-            problem: Name of the problem.
-            method: The method.
-            records: All records.
-            decay: If not None, only settings with this decay.
-            size: Size of the search. None is `search_size`.
+        If `decay` is not None, only settings with this decay count. `size` is
+        the size of the search; None is `search_size`.
         """
         candidates = [
             record
@@ -265,16 +265,18 @@ class Plan:
     def _pairs(self, methods: Sequence[str]) -> Iterator[tuple[str, str]]:
         return itertools.product(self.data, methods)
 
+    def _problem(self, name: str) -> Problem:
+        return problems_of(self.size)[name]
+
     def _batches(self, problem: str) -> Sequence[int]:
-        default = problem_of(problem, self.size).batches
-        return self.grid.get("batches", default)
+        return self.grid.get("batches", self._problem(problem).batches)
 
     def _grid(self, problem: str, method: str) -> Grid:
-        grid = grid_of(method, problem_of(problem, self.size))
-        given = {k: v for k, v in self.grid.items() if k in grid._fields}
+        grid = grid_of(method, self._problem(problem))
+        changes = {k: v for k, v in self.grid.items() if k in grid._fields}
         if grid.rates == (None,):  # the default rate only
-            given.pop("rates", None)
-        return grid._replace(**given)
+            changes.pop("rates", None)
+        return grid._replace(**changes)
 
 
 def best_setting(
@@ -282,8 +284,8 @@ def best_setting(
 ) -> Run | None:
     """Return the best setting, without a seed.
 
-    This is the quickest setting among the equally good settings, or among the
-    settings that reach `target`. For tiny problems it is the lowest loss.
+    This is the quickest setting with a loss of at most `target`, or within 1 %
+    of the lowest loss. For tiny problems it has the lowest loss.
     """
     settings = settings_of(records)
     losses = losses_of(
@@ -295,8 +297,8 @@ def best_setting(
     if best.size == TINY:
         return best
     bound = max((1 + TOLERANCE) * losses[best], target or 0.0)
-    good = [run for run in losses if losses[run] <= bound]
-    return min(good or [best], key=lambda run: seconds_of(settings[run]))
+    level = [run for run in losses if losses[run] <= bound]
+    return min(level or [best], key=lambda run: seconds_of(settings[run]))
 
 
 def losses_of(records: Iterable[Record]) -> dict[Run, float]:

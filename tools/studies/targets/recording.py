@@ -11,13 +11,8 @@ import keras
 class Recorder(keras.callbacks.Callback):
     """Measure the metric at regular steps, and at the last step.
 
-    The clocks stop meanwhile. They start after the first step, which traces the
-    graph and is recorded separately.
-
-    Args:
-        measure: Returns the metric.
-        steps: Number of steps of the training.
-        evaluations: Number of measurements.
+    The clocks stop during a measurement. They start after the first step, which
+    traces the graph and is recorded separately.
 
     Attributes:
         first_step: Processor seconds of the first step.
@@ -74,15 +69,9 @@ class Recorder(keras.callbacks.Callback):
 
 
 class Allowance(Recorder):
-    """End a training after a given number of processor seconds.
+    """End a training after some processor seconds, without the first step.
 
-    The learning rate falls linearly to 0 over this time.
-
-    Args:
-        measure: Returns the metric.
-        seconds: Processor seconds of the training after its first step.
-        evaluations: Number of measurements.
-        rate: Initial learning rate.
+    The learning rate falls linearly from `rate` to 0 over this time.
     """
 
     def __init__(

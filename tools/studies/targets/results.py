@@ -67,8 +67,9 @@ class Row:
         setting: Its setting.
         finals: Its final metrics, by seed.
         ratio: Processor seconds until the mean of the seeds reaches the target,
-            over those of the first baseline there; None if never.
-        error: Standard error of the ratio, by leaving out one seed at a time;
+            over the seconds of the first baseline that reaches it; None if the
+            target is never reached.
+        error: Standard error of the ratio, by the jackknife over the seeds;
             infinite if the target is not reached without some seed.
         claim: "less" or "more" seconds than that baseline, "tie", "not
             reached"; "" for a baseline, and for `KFAC()` if it was not timed
@@ -119,10 +120,10 @@ def compare(
             for setting in settings
             if is_baseline(setting.method) and rival in (None, setting.method)
         ]
-        ends = {one: mean_curve(one, settings[one])[-1][1] for one in rivals}
+        ends = {run: mean_curve(run, settings[run])[-1][1] for run in rivals}
         if ends and min(ends.values()) < math.inf:
-            best = min(ends, key=lambda one: ends[one])
-            rows = {one: _row(settings, one, best, rivals) for one in settings}
+            best = min(ends, key=lambda run: ends[run])
+            rows = {run: _row(settings, run, best, rivals) for run in settings}
             yield Comparison(rows[best], [*rows.values()])
 
 
@@ -142,40 +143,33 @@ def mean_curve(
 
 def _row(
     settings: Mapping[Run, Sequence[Record]],
-    own: Run,
+    setting: Run,
     best: Run,
     rivals: Sequence[Run],
 ) -> Row:
-    """Compare the setting `own` with the baselines `rivals`."""
-    own_seeds = {record["run"]["seed"] for record in settings[own]}
+    """Compare a setting with the baselines `rivals`."""
+    by_seed = {
+        run: {record["run"]["seed"]: record for record in settings[run]}
+        for run in {setting, best, *rivals}
+    }
+    seeds = by_seed[setting].keys()
 
-    def times(left_out: int | None) -> dict[Run, float]:
-        """Return the seconds of the settings that reach the target."""
+    def ratio(excluded_seed: int | None) -> float:
+        """Return the ratio of times; infinite if the target is not reached."""
+        kept = [seed for seed in seeds if seed != excluded_seed]
         curves = {
-            one: mean_curve(
-                one,
-                [
-                    record
-                    for record in settings[one]
-                    if record["run"]["seed"] in own_seeds - {left_out}
-                ],
-            )
-            for one in {own, best, *rivals}
+            run: mean_curve(run, [records[seed] for seed in kept])
+            for run, records in by_seed.items()
         }
         target = curves[best][-1][1]
-        return {
-            one: next(seconds for seconds, loss in curve if loss <= target)
-            for one, curve in curves.items()
-            if min(loss for _, loss in curve) <= target
+        times = {
+            run: next((s for s, loss in curve if loss <= target), math.inf)
+            for run, curve in curves.items()
         }
+        return times[setting] / min(times[run] for run in rivals)
 
-    def ratio(left_out: int | None) -> float:
-        found = times(left_out)
-        first = min(found[one] for one in rivals if one in found)
-        return found.get(own, math.inf) / first
-
-    whole, count = ratio(None), len(own_seeds)
-    parts = [ratio(s) for s in own_seeds] if count > 1 else [math.inf]
+    whole, count = ratio(None), len(seeds)
+    parts = [ratio(seed) for seed in seeds] if count > 1 else [math.inf]
     error = math.inf
     if math.inf not in parts:
         mean = statistics.fmean(parts)
@@ -186,38 +180,31 @@ def _row(
         claim = "less" if whole < 1 else "more"
     if math.isinf(whole):
         claim = "not reached"
-    targets = {
-        record["run"]["seed"]: loss_of(best, end)
-        for record, end in zip(
-            settings[best], finals(settings[best]), strict=True
-        )
-    }
-    differences = [
-        loss_of(own, record["curve"]["metric"][-1])
-        - targets[record["run"]["seed"]]
-        for record in settings[own]
-    ]
+
+    def end(run: Run, seed: int) -> float:
+        return loss_of(run, by_seed[run][seed]["curve"]["metric"][-1])
+
     return Row(
-        own,
-        finals(settings[own]),
+        setting,
+        finals(settings[setting]),
         None if math.isinf(whole) else whole,
         error,
-        claim if _is_timed(settings, own, rivals) else "",
-        judge(differences),
+        claim if _is_timed(settings, setting, rivals) else "",
+        judge([end(setting, seed) - end(best, seed) for seed in seeds]),
     )
 
 
 def _is_timed(
-    settings: Mapping[Run, Sequence[Record]], own: Run, rivals: Sequence[Run]
+    settings: Mapping[Run, Sequence[Record]], run: Run, rivals: Sequence[Run]
 ) -> bool:
-    """Return True if the time of a method may be compared with the rivals'."""
-    own_commands, rival_commands = (
+    """Return True if the time of a method is comparable with the rivals'."""
+    if not is_untuned(run.method):
+        return not is_baseline(run.method)
+    commands, rival_commands = (
         {record["environment"] for run in runs for record in settings[run]}
-        for runs in ((own,), rivals)
+        for runs in ((run,), rivals)
     )
-    return not is_baseline(own.method) and (
-        not is_untuned(own.method) or own_commands <= rival_commands
-    )
+    return commands <= rival_commands
 
 
 def geometric_means(

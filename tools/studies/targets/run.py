@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from targets.problems import HELD_OUT, Problem, problem_of
+from targets.problems import HELD_OUT, Problem, problems_of
 
 SEARCH, FINAL = "search", "final"
 
@@ -14,17 +14,13 @@ class Run:
     Attributes:
         phase: `SEARCH` measures with held-out training examples; `FINAL`
             trains on all of them and measures with the test set.
-        problem: Name of the problem.
         size: One of `SIZES`.
-        data: Name of the data.
         method: The optimizer, see `methods.parse`.
         rate: Initial learning rate; None is the optimizer's default.
         rest: Initial learning rate of K-FAC's rest optimizer, an Adam; None is
             the default.
         decay: Part of the weights that weight decay removes over the training.
-        batch: Examples of a batch.
         share: Length of the schedule over the problem's epochs.
-        seed: Seed of weights and batches.
     """
 
     phase: str
@@ -42,7 +38,7 @@ class Run:
     @property
     def row(self) -> Problem:
         """The `Problem` of this run."""
-        return problem_of(self.problem, self.size)
+        return problems_of(self.size)[self.problem]
 
     @property
     def setting(self) -> "Run":

@@ -28,11 +28,9 @@ class FailedError(Exception):
 
 
 class Records:
-    """The records of a file.
+    """The records of a file, which may not exist yet.
 
-    Args:
-        path: The file; it may not exist.
-        command: Arguments of the command line that adds records.
+    `command` has the arguments of the command line that adds records.
 
     Attributes:
         environments: Machines, versions and commands.
@@ -66,8 +64,10 @@ class Records:
         self.runs.append({"run": run.__dict__, "environment": number, **result})
         parts = [
             f'"{name}": [\n' + ",\n".join(map(json.dumps, lines)) + "\n]"
-            for name, lines in vars(self).items()
-            if not name.startswith("_")
+            for name, lines in (
+                ("environments", self.environments),
+                ("runs", self.runs),
+            )
         ]
         new = self._path.with_suffix(".new")
         new.write_text("{\n" + ",\n".join(parts) + "\n}\n")
@@ -75,8 +75,10 @@ class Records:
 
 
 def environment(command: Sequence[str]) -> dict[str, Any]:
-    """Return machine, versions and command, without private names."""
-    names = re.findall(r"model name\s*: (.*)", _read("/proc/cpuinfo"))
+    """Return machine, versions and command, without names of folders."""
+    file = pathlib.Path("/proc/cpuinfo")
+    text = file.read_text() if file.exists() else ""
+    names = re.findall(r"model name\s*: (.*)", text)
     return {
         "script": "tools/studies/time_to_target.py",
         "arguments": [_without_path(word) for word in command],
@@ -96,10 +98,6 @@ def last_commit() -> str:
     return f"{commit}{differs}"
 
 
-def _read(path: str) -> str:
-    return pathlib.Path(path).read_text() if os.path.exists(path) else ""
-
-
 def _git(*words: str) -> str:
     command = ("git", "-C", str(ROOT), *words)
     done = subprocess.run(command, capture_output=True, text=True)
@@ -107,7 +105,7 @@ def _git(*words: str) -> str:
 
 
 def _without_path(word: str) -> str:
-    """Return a word of a command line; of a path, its last name."""
+    """Return a word of a command line, a path without its folders."""
     name, equals, path = word.rpartition("=")
     return f"{name}{equals}{pathlib.PurePath(path).name}"
 
@@ -124,12 +122,12 @@ def train_all(
     Args:
         runs: The runs.
         directories: Directories of idx files, by data set.
-        files: Files of optimizers from outside, by name.
+        files: Files that define optimizers, by method.
         jobs: Number of processes at a time.
         add: Called with the run and the result of each training.
 
     Returns:
-        A text for each failure.
+        A message for each failure.
     """
     settings: dict[Run, list[Run]] = {}
     for run in runs:

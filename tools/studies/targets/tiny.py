@@ -6,40 +6,26 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from keras import tree
 
-from targets.data import Data, idx_images, moved_digits, tokens
+from common.data import Data, Split
+from targets.data import idx_images, moved_digits, rows_of, tokens
 
 WORDS = 2000  # of the Llama
 TRAINED_DIGITS = 1440  # of 1,797
 
 
 def load(name: str, directory: pathlib.Path | None, examples: int) -> Data:
-    """Load the data of a problem.
-
-    Args:
-        name: Name of the problem.
-        directory: Directory of idx files, or None.
-        examples: Number of training examples.
-    """
+    """Load the data of a problem by its name, see `data.load`."""
     if name == "mlp":
         return _fashion(directory, examples)
     if name == "siamese":
         return _pairs(*_digits())
     if name in _DIGITS:
-        x, y = _digits()
-        return _split(_DIGITS[name](x, y), examples, TRAINED_DIGITS)
-    drawn = _DRAWN[name](np.random.default_rng(0))
-    return _split(drawn, examples, examples)
-
-
-def _split(pair: tuple[Any, np.ndarray], examples: int, trained: int) -> Data:
-    """Train on the first examples; test with those from `trained` on."""
-
-    def part(rows: slice) -> tuple[Any, np.ndarray]:
-        return tree.map_structure(lambda a: a[rows], pair)
-
-    return Data(*part(slice(examples)), *part(slice(trained, None)))
+        rows, trained = Split(*_DIGITS[name](*_digits())), TRAINED_DIGITS
+    else:
+        rows = Split(*_SAMPLED[name](np.random.default_rng(0)))
+        trained = examples
+    return Data(rows.first(examples), rows_of(rows, trained))
 
 
 def _fashion(directory: pathlib.Path | None, examples: int) -> Data:
@@ -47,13 +33,8 @@ def _fashion(directory: pathlib.Path | None, examples: int) -> Data:
     held_out = 4_000
     if directory is None:
         return moved_digits(examples, held_out)
-    images = idx_images(directory, 60_000)
-    return Data(
-        images.x[:examples],
-        images.y[:examples],
-        images.x[-held_out:],
-        images.y[-held_out:],
-    )
+    train = idx_images(directory, 60_000).train
+    return Data(train.first(examples), rows_of(train, -held_out))
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
@@ -74,35 +55,37 @@ def _enlarged(side: int, channels: int) -> Callable[..., Any]:
     return enlarge
 
 
-def _own_pixels(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _pixels_as_targets(
+    x: np.ndarray, y: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     return x.reshape(-1, 64), x.reshape(-1, 64)
 
 
 _DIGITS: dict[str, Callable[..., Any]] = {
     "cnn": _enlarged(16, 1),
-    "autoencoder": _own_pixels,
-    "vae": _own_pixels,
+    "autoencoder": _pixels_as_targets,
+    "vae": _pixels_as_targets,
     "vit": _enlarged(16, 3),
     "mobilenet": _enlarged(32, 3),
 }
 
 
 def _pairs(x: np.ndarray, y: np.ndarray) -> Data:
-    """Return pairs of equal digits, and three times as many others."""
+    """Return pairs of equal digits, and three times as many unequal pairs."""
     random = np.random.default_rng(0)
     x = x.reshape(-1, 64)
 
-    def pairs(rows: slice) -> tuple[Any, np.ndarray]:
-        one, labels = x[rows], y[rows]
-        other = random.permutation(len(one))
+    def pairs(rows: slice) -> Split:
+        images, labels = x[rows], y[rows]
+        other = random.permutation(len(images))
         equal = labels == labels[other]
-        others = np.flatnonzero(~equal)[: 3 * int(equal.sum())]
-        chosen = np.concatenate([np.flatnonzero(equal), others])
+        unequal = np.flatnonzero(~equal)[: 3 * int(equal.sum())]
+        chosen = np.concatenate([np.flatnonzero(equal), unequal])
         answers = equal[chosen].astype("float32")[:, None]
-        return (one[chosen], one[other][chosen]), answers
+        return Split((images[chosen], images[other][chosen]), answers)
 
-    trained = slice(TRAINED_DIGITS), slice(TRAINED_DIGITS, None)
-    return Data(*pairs(trained[0]), *pairs(trained[1]))
+    train = pairs(slice(TRAINED_DIGITS))
+    return Data(train, pairs(slice(TRAINED_DIGITS, None)))
 
 
 def _function(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -143,11 +126,11 @@ def _markov(random: np.random.Generator) -> tuple[Any, np.ndarray]:
     words = random.integers(0, WORDS, (WORDS, successors))
     text = np.zeros((count, length), "int32")
     text[:, 0] = random.integers(0, WORDS, count)
-    for place in range(1, length):
-        before = text[:, place - 1]
+    for position in range(1, length):
+        before = text[:, position - 1]
         draw = random.uniform(size=count)
         chosen = (draw[:, None] > odds[before].cumsum(1)).sum(1)
-        text[:, place] = words[before, np.minimum(chosen, successors - 1)]
+        text[:, position] = words[before, np.minimum(chosen, successors - 1)]
     return _next(text)
 
 
@@ -155,7 +138,7 @@ def _next(text: np.ndarray) -> tuple[Any, np.ndarray]:
     return tokens(text[:, :-1]), text[:, 1:]
 
 
-_DRAWN: dict[str, Callable[[np.random.Generator], tuple[Any, np.ndarray]]] = {
+_SAMPLED: dict[str, Callable[[np.random.Generator], tuple[Any, np.ndarray]]] = {
     "regression": _function,
     "lstm": _majority,
     "bert": _counts,

@@ -15,18 +15,16 @@ import keras
 import tensorflow as tf
 from keras import tree
 
+from common.data import Data
 from targets import data as large
 from targets import models, tiny
-from targets.data import Data
 from targets.methods import make_optimizer
 from targets.problems import TINY
 from targets.recording import Recorder
 from targets.run import FINAL, SEARCH, Run
 
-# Number of measurements of a run.
-EVALUATIONS = {SEARCH: 1, FINAL: 24}
-TINY_EVALUATIONS = 1
-LEARNT = 1024  # training examples in measurements of tiny problems
+EVALUATIONS = 24  # of a final run; other runs are measured at the end
+MEASURED = 1024  # training examples in measurements of tiny problems
 SHIFT = 2  # maximal shift of augmented images, pixels
 
 
@@ -44,12 +42,10 @@ def main() -> None:
 def train(
     runs: Sequence[Run], directory: pathlib.Path | None, file: str | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the result of each run.
+    """Yield the result of each run; runs differ in their seeds only.
 
-    Args:
-        runs: Trainings that differ in their seeds only.
-        directory: Directory of idx files, or None.
-        file: File of an optimizer from outside, or None.
+    `directory` has idx files; `file` defines an optimizer, see
+    `methods.outside`. Both may be None.
     """
     training = Training(runs[0], load(runs[0], directory), file)
     for run in runs:
@@ -62,25 +58,25 @@ def load(run: Run, directory: pathlib.Path | None) -> Data:
     if run.size == TINY:
         return tiny.load(run.problem, directory, examples)
     data = large.load(run.row.data, directory, examples)
-    return data.held_out() if run.phase == SEARCH else data
+    return large.hold_out(data.train) if run.phase == SEARCH else data
 
 
 class Training:
     """A compiled model that is trained from the start for each seed.
 
     Tracing a step takes longer than a tiny training, so all variables are reset
-    in place, and the weights to those of the seed.
+    in place for each seed.
 
     Args:
         run: The settings.
         data: The data.
-        file: File of an optimizer from outside, or None.
+        file: File that defines an optimizer, see `methods.outside`, or None.
         steps: Number of steps; None is that of the run.
         evaluations: Number of measurements; None is that of the run.
 
     Attributes:
         model: The model.
-        measure: Returns its metric.
+        measure: Function that returns the metric of the model.
     """
 
     def __init__(
@@ -93,9 +89,8 @@ class Training:
     ) -> None:
         self._run, self._data = run, data
         self._steps = steps or run.count_steps()
-        usual = EVALUATIONS[run.phase]
-        usual = TINY_EVALUATIONS if run.size == TINY else usual
-        self._evaluations = evaluations or usual
+        is_curve = run.phase == FINAL and run.size != TINY
+        self._evaluations = evaluations or (EVALUATIONS if is_curve else 1)
         self.model = models.build(run.problem, run.size)
         optimizer = make_optimizer(run, self._steps, self.model, file)
         self.model.compile(optimizer, models.LOSSES[run.row.loss]())
@@ -108,15 +103,15 @@ class Training:
         for part, state in self._optimizers.items():
             part.save_own_variables(state)
         problem = run.row
-        x, y = data.test_x, data.test_y
+        measured = data.test
         self._validate = None
         if problem.validation:
             self._validate = models.make_measure(
-                self.model, problem, problem.validation, x, y
+                self.model, problem, problem.validation, data.test
             )
-            x, y = tree.map_structure(lambda a: a[:LEARNT], (data.x, data.y))
+            measured = data.train.first(MEASURED)
         self.measure = models.make_measure(
-            self.model, problem, problem.score, x, y
+            self.model, problem, problem.score, measured
         )
 
     def run(
@@ -124,21 +119,20 @@ class Training:
     ) -> dict[str, Any]:
         """Train; only the seed determines random numbers.
 
-        Args:
-            seed: Seed of weights and batches.
-            recorder: Recorder of the curve. None measures at regular steps.
+        `recorder` records the curve; None measures at regular steps.
 
         Returns:
             The curve, the time of the first step, and for tiny problems the
-            metric on other examples.
+            metric on test examples.
         """
         keras.utils.set_random_seed(seed)
         fresh = models.build(self._run.problem, self._run.size)
         self.measure()  # trace the graph of the measurement
         for part, state in self._optimizers.items():
             part.load_own_variables(state)
-        for own, new in zip(self.model.variables, fresh.variables, strict=True):
-            own.assign(new)
+        pairs = zip(self.model.variables, fresh.variables, strict=True)
+        for variable, initial in pairs:
+            variable.assign(initial)
         if recorder is None:
             recorder = Recorder(self.measure, self._steps, self._evaluations)
         self.model.fit(
@@ -163,9 +157,10 @@ def _parts(optimizer: Any) -> list[keras.optimizers.Optimizer]:
 
 def batches(run: Run, data: Data, seed: int) -> tf.data.Dataset:
     """Return an infinite set of full batches, shuffled by the seed."""
-    x, y = tree.map_structure(tf.constant, (data.x, data.y))
-    order = tf.data.Dataset.range(len(data.y))
-    order = order.shuffle(len(data.y), seed=seed).repeat()
+    train = data.train
+    x, y = tree.map_structure(tf.constant, (train.x, train.y))
+    order = tf.data.Dataset.range(len(train))
+    order = order.shuffle(len(train), seed=seed).repeat()
     order = order.batch(run.batch, drop_remainder=True)
 
     def batch(number: tf.Tensor, rows: tf.Tensor) -> tuple[Any, tf.Tensor]:
@@ -180,7 +175,7 @@ def batches(run: Run, data: Data, seed: int) -> tf.data.Dataset:
 
 
 def moved(images: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-    """Shift images by up to two pixels; flip half of them."""
+    """Shift images by up to `SHIFT` pixels; flip half of the images."""
     count, rows, columns, _ = images.shape
     draws = tf.random.stateless_uniform(
         [count, 2], seed, 0, 2 * SHIFT + 1, tf.int32
