@@ -121,8 +121,8 @@ def test_papers() -> None:
     """DP-KFAC, tables 2 and 5; KAISA's ranking and gain."""
     case = papers.CASES["ResNet-50"]
     network = papers.PaperNetwork(case)
-    assert round(network.counts.factors / 1e6, 1) == 153.9
-    assert round(network.counts.weights / 1e6, 1) == 25.6
+    assert round(network.num_factor_elements / 1e6, 1) == 153.9
+    assert round(network.num_weights / 1e6, 1) == 25.6
     machine = papers.fit(network, case.marks)
     assert network.fresh(machine) == pytest.approx(case.marks, rel=0.015)
     eigen = papers.PaperNetwork(case, "eigen")

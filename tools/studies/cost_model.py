@@ -70,8 +70,8 @@ class Machine:
     def all_reduce(self, size: float, workers: int, messages: int = 1) -> float:
         """Return the seconds of an all-reduce of `size` bytes.
 
-        A worker receives the data twice but for its own part. A message makes
-        `2 (P - 1)` hops in a ring and `2 log2 P` in a tree: the minimum counts.
+        A worker receives `2 (P - 1) / P` of the data. A message makes
+        `2 (P - 1)` hops in a ring and `2 log2 P` in a tree: take the minimum.
         """
         if workers == 1 or not size:
             return 0.0
@@ -105,9 +105,7 @@ class CallShapes(NamedTuple):
 class Network:
     """Shapes of all layer calls of a model for a batch, found by tracing.
 
-    Args:
-        model: A functional or sequential model with known sizes of its inputs.
-        batch: Examples of a batch.
+    The model is functional or sequential, with known sizes of its inputs.
 
     Attributes:
         elements: Number of outputs of all layers.
@@ -116,10 +114,10 @@ class Network:
     def __init__(self, model: keras.Model, batch: int) -> None:
         self._calls: dict[int, list[CallShapes]] = {}
         # Pass a single input as a tensor, as a sequential model expects.
-        one = len(model.inputs) == 1
+        is_single = len(model.inputs) == 1
         specs = keras.tree.map_structure(
             lambda t: tf.TensorSpec([batch, *t.shape[1:]], t.dtype),
-            model.inputs[0] if one else model.input,
+            model.inputs[0] if is_single else model.input,
         )
         layers = [layer for layer in all_layers(model) if layer is not model]
         with contextlib.ExitStack() as stack:
@@ -153,9 +151,9 @@ class Network:
         return self._calls[id(block.layer)]
 
     def rows(self, block: Block) -> int:
-        """Return the rows of a block, in all calls of a shared layer."""
+        """Return the rows of a block's statistics, summed over all calls."""
         g = block.factors["G"]
-        # `filters`: one half of a separable convolution has other outputs.
+        # Both blocks of a separable convolution have its outputs' rows.
         width = getattr(block.layer, "filters", None)
         width = width or math.prod(g.stack_shape) * g.size
         return sum(math.prod(c.outputs) // width for c in self.calls(block))
@@ -163,7 +161,7 @@ class Network:
     def multiplications(self, blocks: Sequence[Block]) -> int:
         """Return the multiplications of a forward pass through blocks.
 
-        Embeddings and scales count as 0.
+        Embeddings and normalisation layers count as 0.
         """
         return sum(
             self.rows(block) * math.prod(block.gradient_shape)
@@ -177,12 +175,12 @@ class Batch:
     """Work for a batch of `size` examples, which is equal in all plans.
 
     Attributes:
-        fraction: Share of the examples in the statistics, see `KFAC`.
+        fraction: `factor_batch_fraction` of `KFAC`.
         forward: Multiplications of a forward pass.
         outputs: Number of outputs of all layers.
         rows: Rows of each block.
         statistics: Multiplications of each block's statistics.
-        read: Elements that these read.
+        read: Elements that each block's statistics read.
     """
 
     size: int
@@ -200,14 +198,14 @@ class Batch:
         blocks: Sequence[Block],
         size: int,
         fraction: float | None,
-        every: Sequence[Block],
+        all_blocks: Sequence[Block],
     ) -> Self:
-        """Count the work of a network; `every` includes skipped layers."""
+        """Count the work; `all_blocks` includes blocks of skipped layers."""
         counts = [_statistics(network, block) for block in blocks]
         return cls(
             size,
             fraction,
-            network.multiplications(every),
+            network.multiplications(all_blocks),
             network.elements,
             [network.rows(block) for block in blocks],
             [multiplications for multiplications, _ in counts],
@@ -216,13 +214,12 @@ class Batch:
 
     def share(self, observers: int) -> float:
         """Return the share of the examples in a worker's statistics."""
-        part = choose_subsample(
-            self.fraction, tf.constant(0, tf.int64), observers
-        )
-        if part is None:
+        offset = tf.constant(0, tf.int64)
+        subsample = choose_subsample(self.fraction, offset, observers)
+        if subsample is None:
             return 1.0
-        least = min(self.size, part.min_examples)
-        return max(least, math.ceil(part.fraction * self.size)) / self.size
+        examples = math.ceil(subsample.fraction * self.size)
+        return min(self.size, max(subsample.min_examples, examples)) / self.size
 
 
 def _statistics(network: Network, block: Block) -> tuple[float, float]:
@@ -247,18 +244,16 @@ def _statistics(network: Network, block: Block) -> tuple[float, float]:
 _LEVEL = 1.02
 # Number of passes through memory: for a layer's output in a step; for a weight,
 # factor or decomposition in an update.
-_OUTPUT_MOVES, _RENEWAL_MOVES = 6, 4
+_OUTPUT_MOVES, _UPDATE_MOVES = 6, 4
 _FLOAT = 4  # bytes of a float32
+SOLVERS = ("inverse", "eigen")
 
 
 class Candidate(NamedTuple):
     """A distribution mode of K-FAC with a solver.
 
-    Attributes:
-        distribution: The mode.
-        fraction: Share of the workers that are gradient workers of a layer;
-            with "hybrid_opt" only.
-        solver: Name of the solver.
+    `fraction` is the share of the workers that are gradient workers of a layer;
+    None for modes other than "hybrid_opt".
     """
 
     distribution: str
@@ -316,8 +311,8 @@ class Estimate:
         """Return the mean seconds of a step at some update intervals."""
         factors = self._sum("statistics", "reduce_factors")
         inverses = self._sum("decompose", "share_decompositions")
-        rest = factors / factor_interval + inverses / inverse_interval
-        return self.plain + rest
+        updates = factors / factor_interval + inverses / inverse_interval
+        return self.plain + updates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,7 +322,7 @@ class Workload:
     Attributes:
         groups: The schedule group of each block.
         gradients: Bytes of all gradients of the model.
-        batch: A worker's batch.
+        batch: The work for a batch of one worker.
     """
 
     blocks: Sequence[Block]
@@ -343,11 +338,8 @@ def compare(
 ) -> list[Estimate]:
     """Estimate the cost of K-FAC for every distribution and solver.
 
-    Args:
-        optimizer: A `KFAC`, attached to a built model.
-        machine: The machine.
-        workers: Number of workers.
-        batch: Examples of a worker's batch.
+    `optimizer` is a `KFAC` that is attached to a built model; `batch` is the
+    number of examples of one worker.
     """
     model = optimizer.bound_model()
     placement = optimizer.method.placement
@@ -365,29 +357,24 @@ def compare(
         placement.wire,
         placement.distribution.assignment,
     )
-    some = list(candidates(workers, ("inverse", "eigen"), tuple(MODES)))
-    return compare_plans(load, some, machine, workers)
+    return compare_plans(load, list(candidates(workers)), machine, workers)
 
 
 def recommend(
-    estimates: Sequence[Estimate], factor_interval: int, inverse_interval: int
+    estimates: Sequence[Estimate], intervals: tuple[int, int]
 ) -> Estimate:
-    """Return the estimate of least memory within 2 % of the fastest."""
-    intervals = factor_interval, inverse_interval
-    least = min(one.amortised(*intervals) for one in estimates)
-    level = [
-        one for one in estimates if one.amortised(*intervals) <= _LEVEL * least
-    ]
-    return min(
-        level, key=lambda one: (one.state["total"], one.amortised(*intervals))
-    )
+    """Return the estimate of least memory within 2 % of the fastest.
+
+    `intervals` are the steps between updates of factors and of inverses.
+    """
+    bound = _LEVEL * min(e.amortised(*intervals) for e in estimates)
+    level = [e for e in estimates if e.amortised(*intervals) <= bound]
+    return min(level, key=lambda e: (e.state["total"], e.amortised(*intervals)))
 
 
-def candidates(
-    workers: int, solvers: Sequence[str], distributions: Sequence[str]
-) -> Iterator[Candidate]:
+def candidates(workers: int) -> Iterator[Candidate]:
     """Yield all distributions, with all fractions of "hybrid_opt"."""
-    for solver, mode in itertools.product(solvers, distributions):
+    for solver, mode in itertools.product(SOLVERS, MODES):
         if MODES[mode].gradient_workers != "fraction":
             yield Candidate(mode, None, solver)
             continue
@@ -398,11 +385,13 @@ def candidates(
 
 
 def compare_plans(
-    load: Workload, some: Sequence[Candidate], machine: Machine, workers: int
+    load: Workload,
+    candidates: Sequence[Candidate],
+    machine: Machine,
+    workers: int,
 ) -> list[Estimate]:
     """Estimate the cost of some distributions of a model."""
-    factors = [block.factors for block in load.blocks]
-    solvers = {name: make_solver(name) for _, _, name in some}
+    solvers = {c.solver: make_solver(c.solver) for c in candidates}
     costs = {
         name: [
             BlockCost.of(block, solver, load.wire, workers)
@@ -410,27 +399,32 @@ def compare_plans(
         ]
         for name, solver in solvers.items()
     }
-    found = []
-    for one in some:
-        solver = solvers[one.solver]
+    estimates = []
+    for candidate in candidates:
+        solver = solvers[candidate.solver]
         layers = plan_layers(
-            factors,
+            [block.factors for block in load.blocks],
             workers,
-            one.distribution,
-            one.fraction,
+            candidate.distribution,
+            candidate.fraction,
             load.assignment,
             solver.whole_layers,
             load.groups,
         )
-        plan = Plan(MODES[one.distribution], workers, layers)
+        plan = Plan(MODES[candidate.distribution], workers, layers)
         rate = machine.inverse if solver.is_explicit else machine.eigen
-        estimator = Estimator(plan, load, costs[one.solver], machine, rate)
-        found.append(estimator.estimate(one))
-    return found
+        estimator = Estimator(
+            plan, load, costs[candidate.solver], machine, rate
+        )
+        estimates.append(estimator.estimate(candidate))
+    return estimates
 
 
 class Estimator(Loads):
-    """Seconds of each stage of a plan; `rate` is n^3 a second."""
+    """Seconds of each stage of a plan.
+
+    `rate` is the speed of decompositions, in n^3 per second for size n.
+    """
 
     def __init__(
         self,
@@ -445,7 +439,6 @@ class Estimator(Loads):
         self._costs = costs
         self._machine = machine
         self._rate = rate
-        self._batch = load.batch
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Return the cost of the plan of a candidate."""
@@ -453,7 +446,7 @@ class Estimator(Loads):
         state = self.state(self._costs)
         state["total"] = state["factors"] + state["decompositions"]
         groups = [self._group(g) for g in sorted({*self._load.groups})]
-        statistics = sum(one.statistics for one in self._costs)
+        statistics = sum(cost.statistics for cost in self._costs)
         stages = {
             "first_order": self._first_order(),
             "gradients": self._all_reduce(self._load.gradients),
@@ -461,7 +454,7 @@ class Estimator(Loads):
             "reduce_factors": self._all_reduce(
                 statistics * self.plan.reduces_factors
             ),
-            "decompose": sum(made for made, _ in groups),
+            "decompose": sum(computed for computed, _ in groups),
             "share_decompositions": sum(sent for _, sent in groups),
             "precondition": self._precondition(),
             "share_gradients": self._share_gradients(received),
@@ -469,70 +462,66 @@ class Estimator(Loads):
         return Estimate(
             candidate,
             stages,
-            max((made + sent for made, sent in groups), default=0.0),
-            {kind: int(sums.max()) for kind, sums in received.items()},
-            {kind: int(sums.max()) for kind, sums in state.items()},
+            max((sum(group) for group in groups), default=0.0),
+            {message: int(sums.max()) for message, sums in received.items()},
+            {name: int(sums.max()) for name, sums in state.items()},
         )
 
     def _first_order(self) -> float:
         """Return the seconds of forward pass, backward pass and update."""
-        batch, machine = self._batch, self._machine
+        batch, machine = self._load.batch, self._machine
         moved = _OUTPUT_MOVES * batch.outputs * _FLOAT
         return (
             machine.products(3 * batch.forward)
             + moved / machine.memory
-            + self._renewed(self._load.gradients)
+            + self._updated(self._load.gradients)
             + machine.overhead
         )
 
     def _statistics(self) -> float:
         """Return the seconds of the statistics and their averages."""
-        batch, machine, plan = self._batch, self._machine, self.plan
+        batch, machine, plan = self._load.batch, self._machine, self.plan
         share = batch.share(plan.observers)
         seconds = [
             share * (machine.products(m) + 2 * _FLOAT * read / machine.memory)
             for m, read in zip(batch.statistics, batch.read, strict=True)
         ]
-        taken: Any = sum(seconds)
+        computed: Any = sum(seconds)
         if not plan.mode.reduces_factors:
-            taken = self.preconditioned(seconds)  # by the layers' owners
-        kept = self.owned([one.factors for one in self._costs])
-        return float((taken + self._renewed(kept)).max())
+            computed = self.preconditioned(seconds)  # by the layers' owners
+        averages = self.owned([cost.factors for cost in self._costs])
+        return float((computed + self._updated(averages)).max())
 
-    def _renewed(self, size: Any) -> Any:
+    def _updated(self, size: Any) -> Any:
         """Return the seconds of an update of `size` bytes of memory."""
-        return _RENEWAL_MOVES * size / self._machine.memory
+        return _UPDATE_MOVES * size / self._machine.memory
 
     def _group(self, group: int) -> tuple[float, float]:
         """Return seconds of the decompositions and messages of a group."""
-        mine = [one == group for one in self._load.groups]
+        is_due = [other == group for other in self._load.groups]
+        pairs = list(zip(is_due, self._costs, strict=True))
         seconds = [
             {
-                name: here * count / self._rate
-                for name, (count, _) in work.decompositions.items()
+                name: due * count / self._rate
+                for name, (count, _) in cost.decompositions.items()
             }
-            for here, work in zip(mine, self._costs, strict=True)
+            for due, cost in pairs
         ]
-        renewed = [
-            here * one.decomposition
-            for here, one in zip(mine, self._costs, strict=True)
-        ]
-        moved = self._renewed(self.preconditioned(renewed))
-        made = (self.owned(seconds) + moved).max()
-        return made, self._share_parts(mine)
+        updated = [due * cost.decomposition for due, cost in pairs]
+        moved = self._updated(self.preconditioned(updated))
+        computed = (self.owned(seconds) + moved).max()
+        parts = [cost.parts if due else {} for due, cost in pairs]
+        return computed, self._share_parts(parts)
 
-    def _share_parts(self, mine: Sequence[bool]) -> float:
+    def _share_parts(self, parts: Sequence[Mapping[str, int]]) -> float:
+        """Return the seconds of the messages with `parts`, bytes by factor."""
         plan = self.plan
-        parts = [
-            one.parts if here else {}
-            for here, one in zip(mine, self._costs, strict=True)
-        ]
-        needed = self.preconditioned([sum(named.values()) for named in parts])
+        needed = self.preconditioned([sum(sizes.values()) for sizes in parts])
         received = (needed - self.owned(parts)).max()
         owners = {
             layer.owners[name]
-            for named, layer in zip(parts, plan.layers, strict=True)
-            for name in named
+            for sizes, layer in zip(parts, plan.layers, strict=True)
+            for name in sizes
         }
         # Messages of one column: all columns send at the same time.
         messages = math.ceil(len(owners) / plan.columns)
@@ -543,14 +532,15 @@ class Estimator(Loads):
     def _precondition(self) -> float:
         """Return the seconds of the products and of the clip."""
         machine = self._machine
-        everywhere = self.plan.columns == 1
+        all_precondition = self.plan.columns == 1
+        rows = self._load.batch.rows
         work = [
-            one.apply(rows) if everywhere else one.precondition
-            for one, rows in zip(self._costs, self._batch.rows, strict=True)
+            cost.apply(count) if all_precondition else cost.precondition
+            for cost, count in zip(self._costs, rows, strict=True)
         ]
-        clipped = sum(one.gradient for one in self._costs)
+        clipped = sum(cost.gradient for cost in self._costs)
         seconds = self.preconditioned([machine.products(w) for w in work])
-        return seconds.max() + self._renewed(clipped)
+        return seconds.max() + self._updated(clipped)
 
     def _share_gradients(self, received: Mapping[str, Numbers]) -> float:
         plan = self.plan

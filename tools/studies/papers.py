@@ -1,4 +1,4 @@
-"""The figures of the papers beside those of the cost model.
+"""Compare figures of the papers with those of the cost model.
 
 DP-KFAC (arXiv 2206.15143): counts of table 2, and seconds of an iteration with
 all updates on 64 GPUs of table 5. KAISA (arXiv 2107.01739): the time that
@@ -6,6 +6,7 @@ COMM-OPT saves over MEM-OPT.
 """
 
 import dataclasses
+import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,9 +27,9 @@ from tfkfac.distributed.collectives import gradient_bytes
 from tfkfac.shell.tables import table
 
 WORKERS = 64
-# Peak of the GPUs and latency of the type of network; `fit` finds bandwidth and
-# overhead. With the peak as a third parameter the fit is exact at 21 TFLOP/s,
-# which these GPUs do not have.
+# Peak of the GPUs and latency of the type of network; `fit` chooses bandwidth
+# and overhead. A fit of the peak, too, gives 21 TFLOP/s, more than these GPUs
+# have.
 PEAK, LATENCY = 13.4e12, 5e-6
 # V100 and InfiniBand EDR, not fitted.
 KAISA_CLUSTER = Machine(15.7e12, 12.5e9, LATENCY)
@@ -39,7 +40,7 @@ KAISA_GAIN, STALE = 0.244, (50, 500)
 def without_biases(model: keras.Model) -> keras.Model:
     """Return a new model whose convolutions have no biases.
 
-    Keras' have biases also before a normalisation, other frameworks' do not.
+    Keras adds biases before normalisation layers, other frameworks do not.
     """
 
     def clone(layer: keras.layers.Layer) -> keras.layers.Layer:
@@ -52,15 +53,14 @@ def without_biases(model: keras.Model) -> keras.Model:
 
 
 class Marks(NamedTuple):
-    """Seconds of an iteration in table 5."""
+    """Seconds of an iteration by distribution, as in table 5."""
 
     dp_kfac: float
     mem_opt: float
     comm_opt: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A network of table 5: model, examples of a worker, seconds."""
 
     build: Callable[[], keras.Model]
@@ -82,18 +82,11 @@ CASES = {
 }
 
 
-class Counts(NamedTuple):
-    """Table 2: elements of all factors and of all weights."""
-
-    factors: int
-    weights: int
-
-
 class PaperNetwork:
     """A network with the settings of the paper's program.
 
-    Convolutions and dense layers only, whole factors of all examples,
-    statistics from patches, assignment round robin.
+    K-FAC covers convolutions and dense layers only, with whole factors of all
+    examples, statistics from patches, and round-robin assignment.
     """
 
     def __init__(self, case: Case, solver: str = "plain_inverse") -> None:
@@ -116,10 +109,9 @@ class PaperNetwork:
         )
         weights = gradient_bytes(model.trainable_variables)
         self._solver = solver
-        self.counts = Counts(
-            sum(f.elements for b in blocks for f in b.factors.values()),
-            weights // 4,
-        )
+        factors = [f for block in blocks for f in block.factors.values()]
+        self.num_factor_elements = sum(factor.elements for factor in factors)
+        self.num_weights = weights // 4
         self._load = Workload(
             blocks,
             optimizer.method.placement.schedule_groups,
@@ -132,8 +124,8 @@ class PaperNetwork:
         self, machine: Machine, modes: dict[str, float | None]
     ) -> list[Estimate]:
         """Estimate modes with their fractions on 64 workers."""
-        some = [Candidate(m, f, self._solver) for m, f in modes.items()]
-        return compare_plans(self._load, some, machine, WORKERS)
+        candidates = [Candidate(m, f, self._solver) for m, f in modes.items()]
+        return compare_plans(self._load, candidates, machine, WORKERS)
 
     def fresh(self, machine: Machine) -> Marks:
         """Return the seconds of an iteration with all updates."""
@@ -152,12 +144,7 @@ def fit(network: PaperNetwork, marks: Marks) -> Machine:
     fixed = network.fresh(fast)
     sent = [a - b for a, b in zip(network.fresh(slow), fixed, strict=True)]
     rest = [a - b for a, b in zip(marks, fixed, strict=True)]
-    mean_sent, mean_rest = (sum(v) / len(v) for v in (sent, rest))
-    slope = sum(
-        (s - mean_sent) * (r - mean_rest)
-        for s, r in zip(sent, rest, strict=True)
-    ) / sum((s - mean_sent) ** 2 for s in sent)
-    overhead = mean_rest - slope * mean_sent
+    slope, overhead = statistics.linear_regression(sent, rest)
     return Machine(PEAK, 1e9 / slope, LATENCY, overhead)
 
 
@@ -199,10 +186,9 @@ def report() -> str:
     machine = fit(networks["ResNet-50"], CASES["ResNet-50"].marks)
     lines = ["DP-KFAC, table 2: elements of factors and of weights"]
     for name, network in networks.items():
-        counts = network.counts
         lines.append(
-            f"  {name}: {counts.factors / 1e6:.2f} M, "
-            f"{counts.weights / 1e6:.2f} M"
+            f"  {name}: {network.num_factor_elements / 1e6:.2f} M, "
+            f"{network.num_weights / 1e6:.2f} M"
         )
     lines += [
         "  (the paper: ResNet-50 153.9 M, 25.6 M)",

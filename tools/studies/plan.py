@@ -1,15 +1,15 @@
-r"""Say what K-FAC would cost on a cluster, before anything is trained.
+r"""Estimate the cost of K-FAC on a cluster, without a training.
 
     python tools/studies/plan.py ResNet50 --workers 64 --batch 32 \
         --bandwidth 100Gbit --latency 5us --flops 14T
     python tools/studies/plan.py --papers   # DP-KFAC's and KAISA's figures
 
-For every distribution and solver: seconds of a plain step, of a step that
-updates the factors and of the longest step that updates inverses, the mean step
-at some intervals, bytes that a worker receives in each of these steps, and its
-curvature state. All numbers are those of the worker that has most. Below are
-the larger batch size if DP-KFAC's saved memory holds layer outputs, and the
-operations of FOSI.
+For every distribution and solver, print the seconds of a plain step, of a step
+that updates the factors and of the longest step that updates inverses, the mean
+step at some intervals, the bytes that a worker receives in each type of step,
+and its curvature state. All numbers are maxima over the workers. Then print the
+larger batch size that fits into the memory saved by DP-KFAC, and the operations
+of FOSI.
 """
 
 import argparse
@@ -37,9 +37,7 @@ def quantity(
 ) -> Callable[[str], float]:
     """Return a parser of a number with a prefix and a unit.
 
-    Args:
-        units: Factor of each unit; "" for none.
-        zero: True to allow 0.
+    `units` has the factor of each unit, "" for no unit; `zero` allows 0.
     """
     names = " or ".join(repr(name) for name in units if name)
 
@@ -67,7 +65,7 @@ latency = quantity({"s": 1.0}, zero=True)
 
 
 def build(name: str) -> keras.Model:
-    """Build a model of `keras.applications` without its weights."""
+    """Build a model of `keras.applications` with random weights."""
     make = getattr(keras.applications, name, None)
     if not callable(make):
         raise ValueError(
@@ -98,7 +96,7 @@ def counts_text(optimizer: Any) -> str:
         for block in registry.blocks
         for factor in block.factors.values()
     )
-    rest = sum(left.weights for left in registry.leftovers)
+    rest = sum(leftover.weights for leftover in registry.leftovers)
     return (
         f"{len(registry.blocks)} blocks: {factors / 1e6:.2f} M elements of "
         f"factors, {registry.covered / 1e6:.2f} M weights preconditioned, "
@@ -122,17 +120,15 @@ def plan_text(
         "inverse +",
         "State",
     )
-    lines = table(header, [_row(one, intervals) for one in estimates])
-    best = recommend(estimates, *intervals[0])
+    lines = table(header, [_row(e, intervals) for e in estimates])
+    best = recommend(estimates, intervals[0])
     lines += ["", f"Recommended: {_choice(best, intervals[0])}"]
     if best.candidate.distribution == "dp_kfac":
-        rest = [
-            one for one in estimates if one.candidate.distribution != "dp_kfac"
-        ]
-        other = recommend(rest, *intervals[0])
+        others = [e for e in estimates if e.candidate.distribution != "dp_kfac"]
+        other = recommend(others, intervals[0])
         lines += [
-            "Its factors are of one worker's batch, which makes it another "
-            "method. Of those that agree with one worker:",
+            "Its factors are computed from the batch of one worker. Of the "
+            "modes with the results of a single worker:",
             f"Recommended: {_choice(other, intervals[0])}",
         ]
     return "\n".join(lines)
@@ -143,12 +139,12 @@ def batch_text(
 ) -> str:
     """Return the batch size that DP-KFAC's saved memory allows.
 
-    Memory of an example: all layer outputs in float32.
+    An example takes the memory of all layer outputs in float32.
     """
     state = {
-        one.candidate.distribution: one.state["total"]
-        for one in estimates
-        if one.candidate.solver == "inverse"
+        e.candidate.distribution: e.state["total"]
+        for e in estimates
+        if e.candidate.solver == "inverse"
     }
     saved = state["comm_opt"] - state["dp_kfac"]
     example = 4 * Network(model, 1).elements
@@ -178,69 +174,37 @@ def fosi_text(weights: int, workers: int, directions: int = 5) -> str:
     )
 
 
-def _choice(one: Estimate, intervals: Intervals) -> str:
+def _choice(estimate: Estimate, intervals: Intervals) -> str:
     factor, inverse = intervals
-    mode, fraction, solver = one.candidate
-    given = (
-        "" if fraction is None else f"gradient_worker_fraction={fraction:g}, "
-    )
+    mode, fraction, solver = estimate.candidate
+    argument = ""
+    if fraction is not None:
+        argument = f"gradient_worker_fraction={fraction:g}, "
     return (
-        f'KFAC(distribution="{mode}", {given}solver="{solver}"), '
-        f"{1e3 * one.amortised(factor, inverse):.4g} ms a step at intervals "
-        f"{factor} and {inverse}, {bytes_text(one.state['total'])} of state"
+        f'KFAC(distribution="{mode}", {argument}solver="{solver}"), '
+        f"{1e3 * estimate.amortised(*intervals):.4g} ms a step at intervals "
+        f"{factor} and {inverse}, "
+        f"{bytes_text(estimate.state['total'])} of state"
     )
 
 
-def _row(one: Estimate, intervals: Sequence[Intervals]) -> tuple[str, ...]:
-    seconds = [one.plain, one.factor, one.inverse]
-    seconds += [one.amortised(*pair) for pair in intervals]
-    received = one.received
+def _row(estimate: Estimate, intervals: Sequence[Intervals]) -> tuple[str, ...]:
+    seconds = [estimate.plain, estimate.factor, estimate.inverse]
+    seconds += [estimate.amortised(*pair) for pair in intervals]
+    received = estimate.received
     plain = received["gradients"] + received["preconditioned_gradients"]
     sizes = [plain, received["factors"], received["decompositions"]]
     return (
-        one.candidate.solver,
-        one.candidate.text,
+        estimate.candidate.solver,
+        estimate.candidate.text,
         *(f"{1e3 * value:.4g}" for value in seconds),
-        *(bytes_text(size) for size in (*sizes, one.state["total"])),
+        *(bytes_text(size) for size in (*sizes, estimate.state["total"])),
     )
 
 
 # ------------------------------------------------------------ the command line
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = make_parser()
-    options = parser.parse_args(arguments)
-    if bool(options.model) == options.papers:
-        parser.error("either MODEL or --papers is needed")
-    if options.papers:
-        import papers
-
-        print(papers.report())
-        return
-    needed = ["flops"] + ["bandwidth", "latency"] * (options.workers > 1)
-    for name in needed:
-        if getattr(options, name) is None:
-            parser.error(f"--{name} is needed for {options.workers} workers")
-    try:
-        model = build(options.model)
-    except ValueError as error:
-        parser.error(str(error))
-    # One worker receives nothing.
-    bandwidth, latency = options.bandwidth or 1.0, options.latency or 0.0
-    machine = Machine(options.flops, bandwidth, latency)
-    optimizer = KFAC(step="natural").attach(model)
-    print(machine_text(machine))
-    print(counts_text(optimizer))
-    estimates = compare(optimizer, machine, options.workers, options.batch)
-    print(plan_text(estimates, options.intervals))
-    if options.workers > 1:
-        print(batch_text(estimates, model, options.batch))
-    sizes = [math.prod(v.shape) for v in model.trainable_variables]
-    print(fosi_text(sum(sizes), options.workers))
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -262,7 +226,35 @@ def make_parser() -> argparse.ArgumentParser:
         "for the first",
     )
     add("--papers", action="store_true", help="print the papers' figures")
-    return parser
+    options = parser.parse_args(arguments)
+    if bool(options.model) == options.papers:
+        parser.error("either MODEL or --papers is needed")
+    if options.papers:
+        import papers
+
+        print(papers.report())
+        return
+    needed = ["flops"] + ["bandwidth", "latency"] * (options.workers > 1)
+    for name in needed:
+        if getattr(options, name) is None:
+            parser.error(f"--{name} is needed for {options.workers} workers")
+    try:
+        model = build(options.model)
+    except ValueError as error:
+        parser.error(str(error))
+    # One worker needs no bandwidth.
+    machine = Machine(
+        options.flops, options.bandwidth or 1.0, options.latency or 0.0
+    )
+    optimizer = KFAC(step="natural").attach(model)
+    print(machine_text(machine))
+    print(counts_text(optimizer))
+    estimates = compare(optimizer, machine, options.workers, options.batch)
+    print(plan_text(estimates, options.intervals))
+    if options.workers > 1:
+        print(batch_text(estimates, model, options.batch))
+    sizes = [math.prod(v.shape) for v in model.trainable_variables]
+    print(fosi_text(sum(sizes), options.workers))
 
 
 if __name__ == "__main__":
