@@ -1,4 +1,4 @@
-"""Checks a machine with GPUs, in some minutes.
+"""Check a machine with GPUs, in some minutes.
 
     python tools/gpu_check.py [--json FILE] [--only NAME ...]
 
@@ -11,8 +11,8 @@ Each check trains in processes of its own:
 - peak memory of ResNet-20 with Adam and with K-FAC;
 - the time of a step of M1 to M4 beside Adam and Muon.
 
-A check that needs more GPUs than there are is skipped by name. The exit status
-is 1 if a check fails.
+Checks that need more GPUs than there are are skipped. The exit status is 1 if a
+check fails.
 """
 
 import argparse
@@ -39,7 +39,6 @@ CLOSE, CLOSE_SPECTRAL = 1e-3, 0.05
 LIMIT_S = 900.0  # timeout of a process
 MODELS = ("M1", "M2", "M3", "M4")
 VARIANTS = ("sgd", "adam", "muon", "kfac-inverse", "kfac-eigen", "fosi-adam")
-PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 OFTEN = {"factor_update_interval": 1, "inverse_update_interval": 3}
 # Class and arguments of each optimizer. FOSI makes 37 Lanczos steps for 37
 # weights, so that its directions do not depend on the random start vector.
@@ -53,10 +52,7 @@ OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "fosi": (
         "FOSI",
         {
-            "inner_optimizer": {
-                "class_name": "SGD",
-                "config": {"learning_rate": 0.05},
-            },
+            "inner_optimizer": "sgd",
             "num_largest": 3,
             "warmup_steps": 2,
             "update_interval": 4,
@@ -92,9 +88,9 @@ def run_process(command: Sequence[str], **variables: str) -> str:
 def run_part(task: Mapping[str, Any], on_cpu: bool = False) -> Record:
     """Run a function of `PARTS` in a new process for each worker."""
     command = [sys.executable, __file__, "--part", json.dumps(task)]
-    if task.get("workers", 1) > 1:
-        launch = [sys.executable, str(TOOLS / "launch.py")]
-        command = [*launch, str(task["workers"]), "--", *command]
+    if workers := task.get("workers"):
+        launch = [sys.executable, str(TOOLS / "launch.py"), str(workers)]
+        command = [*launch, "--", *command]
     # Hide the GPUs from TensorFlow.
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
     *_, last = run_process(command, **hidden).splitlines()
@@ -108,30 +104,28 @@ def check_training(
     """Return a check that trains and compares with weights of a CPU."""
 
     def check() -> Record:
+        run = {"part": "train", "optimizer": optimizer}
         with tempfile.TemporaryDirectory() as folder:
-            run = {"part": "train", "optimizer": optimizer} | task
-            record = run_part(run | {"file": f"{folder}/gpu"})
+            record = run_part(run | task | {"file": f"{folder}/gpu"})
             first, last = record["losses"][0], record["losses"][-1]
-            record["seen"] = f"loss {first:.3g} -> {last:.3g}"
-            record["seen"] += ", by XLA" * record["XLA"]
+            record["result"] = f"loss {first:.3g} -> {last:.3g}"
+            record["result"] += ", by XLA" * record["XLA"]
             if not last < first:  # includes NaN
-                raise CheckError(record["seen"])
-            if task.get("policy"):  # a loss scale begins too large
+                raise CheckError(record["result"])
+            if "policy" in task:  # the first loss scales are too large
                 return record
             if record["skipped"]:
                 raise CheckError(f"{record['skipped']} steps are skipped")
-            if not record["GPUs"] and not task.get("replicas"):
+            if not record["GPUs"] and "workers" not in task:
                 return record
-            run = {"part": "train", "optimizer": optimizer}
             run_part(run | {"file": f"{folder}/cpu"}, on_cpu=True)
-            workers = range(task.get("workers", 1))
             record["off"] = max(
-                distance(f"{folder}/gpu{index}.npz", f"{folder}/cpu0.npz")
-                for index in workers
+                distance(str(file), f"{folder}/cpu0.npz")
+                for file in pathlib.Path(folder).glob("gpu*.npz")
             )
-            record["seen"] += f", {record['off']:.1e} off a CPU's weights"
+            record["result"] += f", {record['off']:.1e} off a CPU's weights"
             if not record["off"] < close:
-                raise CheckError(record["seen"])
+                raise CheckError(record["result"])
             return record
 
     return check
@@ -151,7 +145,7 @@ def check_memory() -> Record:
         for name in ("adam", "kfac inverse")
     }
     texts = [f"{name} {size / 2**20:.0f} MB" for name, size in peaks.items()]
-    return {"seen": ", ".join(texts), "peak_bytes": peaks}
+    return {"result": ", ".join(texts), "peak_bytes": peaks}
 
 
 def check_steps() -> Record:
@@ -164,7 +158,7 @@ def check_steps() -> Record:
         command += ["--mixes", "10,100", "--json", str(file)]
         print(run_process(command), flush=True)
         rows = json.loads(file.read_text())["rows"]
-    return {"seen": f"{len(rows)} rows above", "rows": rows}
+    return {"result": f"{len(rows)} rows above", "rows": rows}
 
 
 # By name: number of GPUs that a check needs, and the check.
@@ -182,18 +176,15 @@ CHECKS: Mapping[str, tuple[int, Callable[[], Record]]] = {
         0,
         check_training("kfac inverse", policy="mixed_float16"),
     ),
-    "two GPUs": (2, check_training("kfac inverse", replicas="mirrored")),
-    "two processes, NCCL": (
-        2,
-        check_training("kfac inverse", replicas="workers", workers=2),
-    ),
+    "two GPUs": (2, check_training("kfac inverse", is_mirrored=True)),
+    "two processes, NCCL": (2, check_training("kfac inverse", workers=2)),
     "memory": (1, check_memory),
     "steps": (0, check_steps),
 }
 
 
 # ------------------------------------------- parts, in processes of their own
-def facts(task: Mapping[str, Any]) -> Record:
+def find_gpus(task: Mapping[str, Any]) -> Record:
     """Return the GPUs that TensorFlow finds."""
     import tensorflow as tf
 
@@ -209,19 +200,18 @@ def facts(task: Mapping[str, Any]) -> Record:
 def train(task: Mapping[str, Any]) -> Record:
     """Train on one batch repeatedly; write the weights to a file."""
     index = 0
-    if task.get("replicas") == "workers":  # one GPU per worker
+    if "workers" in task:  # one GPU per worker
         index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
         os.environ["CUDA_VISIBLE_DEVICES"] = str(index)
     import keras
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
-    strategy = strategy_of(task.get("replicas"))
+    strategy = strategy_of(task)
     # TensorFloat-32 has only ten bits of mantissa: no CPU has equal results.
     tf.config.experimental.enable_tensor_float_32_execution(False)
     keras.utils.set_random_seed(0)
-    if task.get("policy"):
-        keras.config.set_dtype_policy(task["policy"])
+    keras.config.set_dtype_policy(task.get("policy", "float32"))
     with strategy.scope():
         optimizer = make_optimizer(task["optimizer"])
         model, x, y, loss = problem(task["optimizer"])
@@ -237,37 +227,32 @@ def train(task: Mapping[str, Any]) -> Record:
     }
 
 
-def strategy_of(replicas: str | None) -> Any:
-    """Return the strategy; without GPUs, two replicas share the CPU."""
+def strategy_of(task: Mapping[str, Any]) -> Any:
+    """Return the strategy of a training."""
     import tensorflow as tf
 
     import tfkfac
 
     gpus = tf.config.list_physical_devices("GPU")
     experimental = tf.distribute.experimental
-    if replicas == "workers":
+    if "workers" in task:
         types = experimental.CommunicationImplementation
         return tfkfac.MultiWorkerMirroredStrategy(
             communication_options=experimental.CommunicationOptions(
                 implementation=types.NCCL if gpus else types.AUTO
             )
         )
-    if replicas != "mirrored":
-        return tf.distribute.get_strategy()
-    if not gpus:
-        (cpu,) = tf.config.list_physical_devices("CPU")
-        part = tf.config.LogicalDeviceConfiguration()
-        tf.config.set_logical_device_configuration(cpu, [part, part])
-    device = "GPU" if gpus else "CPU"
-    return tf.distribute.MirroredStrategy([f"{device}:0", f"{device}:1"])
+    if "is_mirrored" in task:
+        return tf.distribute.MirroredStrategy(["GPU:0", "GPU:1"])
+    return tf.distribute.get_strategy()
 
 
 def make_optimizer(name: str) -> Any:
     """Return an optimizer of `OPTIMIZERS`."""
     import tfkfac
 
-    owner, arguments = OPTIMIZERS[name]
-    return getattr(tfkfac, owner)(**arguments)
+    class_name, arguments = OPTIMIZERS[name]
+    return getattr(tfkfac, class_name)(**arguments)
 
 
 def problem(name: str) -> tuple[Any, np.ndarray, np.ndarray, Any]:
@@ -321,7 +306,7 @@ def memory(task: Mapping[str, Any]) -> Record:
     return {"peak": info["peak"]}
 
 
-PARTS = {"facts": facts, "train": train, "memory": memory}
+PARTS = {"gpus": find_gpus, "train": train, "memory": memory}
 
 
 # ------------------------------------------------------------ the command line
@@ -338,30 +323,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.part is not None:
         print(json.dumps(PARTS[options.part["part"]](options.part)))
         return 0
-    found = machine() | run_part({"part": "facts"})
-    print(", ".join(f"{k}: {v}" for k, v in found.items()), flush=True)
-    records = [
-        run_check(name, len(found["GPUs"])) for name in options.only or CHECKS
-    ]
+    facts = machine() | run_part({"part": "gpus"})
+    print(", ".join(f"{k}: {v}" for k, v in facts.items()), flush=True)
+    names, gpus = options.only or CHECKS, len(facts["GPUs"])
+    records = [run_check(name, gpus) for name in names]
     if options.json:
-        result = {"machine": found, "checks": records}
+        result = {"machine": facts, "checks": records}
         options.json.write_text(json.dumps(result, indent=1))
-    return int(any(record["state"] == FAILED for record in records))
+    return int(any(record["state"] == "FAILED" for record in records))
 
 
 def run_check(name: str, gpus: int) -> Record:
     """Run a check; print and return its result."""
-    (needed, check), record = CHECKS[name], {}
-    if needed > gpus:
-        state, seen = SKIPPED, f"needs {needed} GPUs, there are {gpus}"
-    else:
+    needed, check = CHECKS[name]
+    state, record = "skipped", {"result": f"needs {needed} GPUs, not {gpus}"}
+    if needed <= gpus:
         try:
-            record = check()
-            state, seen = PASSED, record.pop("seen")
+            state, record = "passed", check()
         except (CheckError, subprocess.TimeoutExpired) as error:
-            state, seen = FAILED, str(error)
-    print(f"{name:20} {state}: {seen}", flush=True)
-    return {"check": name, "state": state, "seen": seen} | record
+            state, record = "FAILED", {"result": str(error)}
+    print(f"{name:20} {state}: {record['result']}", flush=True)
+    return {"check": name, "state": state} | record
 
 
 if __name__ == "__main__":

@@ -15,5 +15,5 @@ SOON_S = 15.0  # until others report the fault, on a busy machine
 def test_it_is_reported_and_ends(name: str) -> None:
     fault, result = faults.FAULTS[name], faults.run(name)
     assert result.problem(fault) is None, result.output
-    if fault.says is not None:
-        assert result.said is not None and result.said < SOON_S
+    if fault.line is not None:
+        assert result.reported_s is not None and result.reported_s < SOON_S

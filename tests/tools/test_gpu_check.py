@@ -51,8 +51,7 @@ def test_a_check_that_fails(
 @pytest.mark.slow
 def test_two_processes_on_a_cpu() -> None:
     """As on two GPUs."""
-    task: Any = {"replicas": "workers", "workers": 2}
-    record = gpu_check.check_training("kfac inverse", **task)()
+    record = gpu_check.check_training("kfac inverse", workers=2)()
     assert record["off"] < 1e-4 and record["losses"][-1] < record["losses"][0]
 
 

@@ -1,12 +1,12 @@
-"""Measures what happens when a worker of a job has a fault.
+"""Measure what happens when a worker of a job has a fault.
 
     python tools/studies/faults.py            # all faults: five minutes
     python tools/studies/faults.py kill data  # some faults
 
 Two processes train a small model; worker 1 has the fault. "Reported" is the
-time from the fault to the first line that names it, "ended" the time until no
-worker runs. Differences of the job itself count from the start of `compile`.
-The exit status is the number of rows that are not as expected.
+time from the fault to the first line that names the fault, "ended" the time
+until no worker runs. Different settings count from the start of `compile`. The
+exit status is the number of rows with an unexpected result.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import command  # noqa: F401, the module path
@@ -35,64 +35,87 @@ class Fault(NamedTuple):
 
     Attributes:
         title: Its description.
-        says: Regular expression of the line that names the fault; None if
+        line: Regular expression of the line that names the fault; None if
             training goes on.
         codes: Exit codes of the workers.
         pause_s: Seconds after which a stopped worker continues.
-        left: Number of workers that do not end by themselves.
+        hanging: Number of workers that do not end by themselves.
     """
 
     title: str
-    says: str | None
-    codes: tuple[int, int]
+    line: str | None
+    codes: tuple[int, int] = (1, 1)
     pause_s: float | None = None
-    left: int = 0
+    hanging: int = 0
 
 
-# A line of `Watch`, or the error that `fit` raises after a failed collective.
+# Lines of the watch, and errors that name a difference between the workers.
 SAYS = "^tfkfac.*: worker {} at .* "
 FAILED = SAYS.format(1) + "has failed: "
 GONE = SAYS + "is gone without a word"
-REFUSED = "^ValueError: All workers must .*"
-DISK = r"OSError: \[Errno 28\] No space left on device"
-HEARTBEAT = "StartAbort UNAVAILABLE: .*task:1.*stopped sending heartbeats"
-STANDSTILL = r"^tfkfac: worker 1 at .* is in .*batches \(faults.py"
-EMPTY = "^tfkfac: the last 20 batches of replica 1 had no examples"
-ACTIVATION = REFUSED + "activation: 'relu' on worker 0, 'tanh' on worker 1"
-MOMENTUM = REFUSED + "inner optimizer's momentum: 0.5 on worker 0, 0.9"
-BACKUP = "^tfkfac: SIGTERM: training is backed up after batch"
+DIFFERS = "^ValueError: All workers must .*"
 FAULTS: Mapping[str, Fault] = {
-    "callback": Fault("exception in a callback", FAILED + DISK, (1, 1)),
-    "data": Fault(
-        "exception in the data", FAILED + ".*OSError: no such batch", (1, 1)
+    "callback": Fault(
+        "exception in a callback",
+        FAILED + r"OSError: \[Errno 28\] No space left on device",
     ),
-    "before": Fault(
-        "exception before `fit`", FAILED + "KeyError: 'before'", (1, 1)
-    ),
+    "data": Fault("exception in the data", FAILED + ".*OSError: no such batch"),
+    "before": Fault("exception before `fit`", FAILED + "KeyError: 'before'"),
     "leave": Fault(
         "`sys.exit` in a callback", SAYS.format(1) + "has ended", (1, 3)
     ),
     "kill": Fault("kill -9", GONE.format(1), (1, -9)),
     "kill first": Fault("kill -9 of worker 0", GONE.format(0), (-9, 1)),
-    "stop": Fault("SIGSTOP for ever", HEARTBEAT, (1, -9), left=1),
+    "stop": Fault(
+        "SIGSTOP for ever",
+        "StartAbort UNAVAILABLE: .*task:1.*stopped sending heartbeats",
+        (1, -9),
+        hanging=1,
+    ),
     "pause": Fault("SIGSTOP for 5 s", None, (0, 0), pause_s=5.0),
     "slow": Fault("callback of 20 s on one worker", None, (0, 0)),
-    "hang": Fault("data that never comes", STANDSTILL, (-9, -9), left=2),
-    "empty": Fault("data that ends early on one worker", EMPTY, (0, 0)),
-    "activation": Fault("another activation", ACTIVATION, (1, 1)),
-    "loss": Fault(
-        "another loss", REFUSED + "loss: 'mse' on worker 0, 'mae'", (1, 1)
+    "hang": Fault(
+        "data that never comes",
+        r"^tfkfac: worker 1 at .* is in .*batches \(faults.py",
+        (-9, -9),
+        hanging=2,
     ),
+    "empty": Fault(
+        "data that ends early on one worker",
+        "^tfkfac: the last 20 batches of replica 1 had no examples",
+        (0, 0),
+    ),
+    "activation": Fault(
+        "another activation",
+        DIFFERS + "activation: 'relu' on worker 0, 'tanh' on worker 1",
+    ),
+    "loss": Fault("another loss", DIFFERS + "loss: 'mse' on worker 0, 'mae'"),
     "policy": Fault(
-        "another dtype policy", REFUSED + "dtype policy: 'float32'", (1, 1)
+        "another dtype policy", DIFFERS + "dtype policy: 'float32'"
     ),
-    "momentum": Fault("another momentum", MOMENTUM, (1, 1)),
+    "momentum": Fault(
+        "another momentum",
+        DIFFERS + "inner optimizer's momentum: 0.5 on worker 0, 0.9",
+    ),
     "steps": Fault(
         "another `steps_per_epoch`",
-        REFUSED + f"steps per epoch: {BATCHES} on worker 0",
-        (1, 1),
+        DIFFERS + f"steps per epoch: {BATCHES} on worker 0",
     ),
-    "terminate": Fault("SIGTERM, with `ChiefBackup`", BACKUP, (143, 143)),
+    "terminate": Fault(
+        "SIGTERM, with `ChiefBackup`",
+        "^tfkfac: SIGTERM: training is backed up after batch",
+        (143, 143),
+    ),
+}
+# Faults in the settings of a worker, in its data, and by a signal.
+SETTINGS = ("activation", "loss", "policy", "momentum", "steps")
+DATA = ("data", "hang", "empty")
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "kill first": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "pause": signal.SIGSTOP,
+    "terminate": signal.SIGTERM,
 }
 
 
@@ -109,13 +132,10 @@ def work(name: str, directory: str) -> None:
     is_faulty = task["index"] == (0 if name == "kill first" else 1)
     fault = name if is_faulty else ""
 
-    def begin() -> None:
-        print(MARK, flush=True)
-
     def batches() -> Any:
         for number in range(BATCHES):
-            if number == FAULTY_BATCH and fault in ("data", "hang", "empty"):
-                begin()
+            if number == FAULTY_BATCH and fault in DATA:
+                print(MARK, flush=True)
                 if fault == "data":
                     raise OSError("no such batch")
                 if fault == "empty":
@@ -126,31 +146,27 @@ def work(name: str, directory: str) -> None:
     class Act(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: object = None) -> None:
             if batch == FAULTY_BATCH:
-                act(fault, begin)
+                act(fault)
 
     strategy = tfkfac.MultiWorkerMirroredStrategy()
-    if fault in ("activation", "loss", "policy", "momentum", "steps"):
-        begin()
+    if fault in SETTINGS:
+        print(MARK, flush=True)
     with strategy.scope():
         keras.utils.set_random_seed(0)
-        model = keras.Sequential(
-            [
-                keras.Input((5,)),
-                keras.layers.Dense(
-                    9,
-                    "tanh" if fault == "activation" else "relu",
-                    dtype="mixed_bfloat16" if fault == "policy" else None,
-                ),
-                keras.layers.Dense(1),
-            ]
-        )
+        activation = "tanh" if fault == "activation" else "relu"
+        policy = "mixed_bfloat16" if fault == "policy" else None
+        layers = [
+            keras.layers.Dense(9, activation, dtype=policy),
+            keras.layers.Dense(1),
+        ]
+        model = keras.Sequential([keras.Input((5,)), *layers])
         momentum = 0.9 if fault == "momentum" else 0.5
         model.compile(
             tfkfac.KFAC(keras.optimizers.SGD(0.01, momentum)),
             "mae" if fault == "loss" else "mse",
         )
     if fault == "before":
-        begin()
+        print(MARK, flush=True)
         raise KeyError("before")
     shape = tf.TensorSpec((None, 5)), tf.TensorSpec((None, 1))
     data = strategy.distribute_datasets_from_function(
@@ -168,25 +184,18 @@ def work(name: str, directory: str) -> None:
     )
 
 
-def act(fault: str, begin: Callable[[], None]) -> None:
+def act(fault: str) -> None:
     """Cause a fault inside a callback."""
-    signals = {
-        "kill": signal.SIGKILL,
-        "kill first": signal.SIGKILL,
-        "stop": signal.SIGSTOP,
-        "pause": signal.SIGSTOP,
-        "terminate": signal.SIGTERM,
-    }
-    if fault in ("callback", "leave", "slow", *signals):
-        begin()
+    if fault in ("callback", "leave", "slow", *SIGNALS):
+        print(MARK, flush=True)
     if fault == "callback":
         raise OSError(28, "No space left on device")
     if fault == "leave":
         sys.exit(3)
     if fault == "slow":
         time.sleep(20)
-    if fault in signals:
-        os.kill(os.getpid(), signals[fault])
+    if fault in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[fault])
 
 
 # ------------------------------------------------------------------- the table
@@ -195,22 +204,22 @@ class Result(NamedTuple):
 
     Attributes:
         line: The line that names the fault, or None.
-        said: Seconds until this line.
-        ended: Seconds until no worker ran.
+        reported_s: Seconds from the fault until this line.
+        ended_s: Seconds from the fault until no worker ran.
         codes: Exit codes of the workers.
         output: Output of both workers.
     """
 
     line: str | None
-    said: float | None
-    ended: float
+    reported_s: float | None
+    ended_s: float
     codes: tuple[int, ...]
     output: str
 
     def problem(self, fault: Fault) -> str | None:
         """Return the difference from the expected result, or None."""
-        if fault.says is not None and self.line is None:
-            return f"no line matches {fault.says!r}"
+        if fault.line is not None and self.line is None:
+            return f"no line matches {fault.line!r}"
         if self.codes != fault.codes:
             return f"exit codes {self.codes}, not {fault.codes}"
         return None
@@ -222,7 +231,7 @@ class Job:
     def __init__(self, name: str, directory: str) -> None:
         self._fault = FAULTS[name]
         self._output: list[str] = []
-        self._begin = self._said = 0.0
+        self._begin = self._reported = 0.0
         self._line: str | None = None
         self._workers = [
             subprocess.Popen(
@@ -247,16 +256,16 @@ class Job:
         deadline = time.monotonic() + LIMIT_S
         while running := sum(w.poll() is None for w in self._workers):
             time.sleep(0.02)
-            is_over = self._line is not None and running == self._fault.left
+            is_over = self._line is not None and running == self._fault.hanging
             if is_over or time.monotonic() > deadline:
                 for worker in self._workers:
                     worker.kill()
         ended = time.monotonic() - self._begin
         for reader in readers:
             reader.join()
-        said = None if self._line is None else self._said - self._begin
+        reported = None if self._line is None else self._reported - self._begin
         codes = tuple(worker.wait() for worker in self._workers)
-        return Result(self._line, said, ended, codes, "".join(self._output))
+        return Result(self._line, reported, ended, codes, "".join(self._output))
 
     def _read(self, worker: "subprocess.Popen[str]") -> None:
         assert worker.stdout is not None
@@ -267,13 +276,12 @@ class Job:
             if MARK in line:
                 self._begin = now
                 if fault.pause_s is not None:
-                    go_on = (signal.SIGCONT,)
                     threading.Timer(
-                        fault.pause_s, worker.send_signal, go_on
+                        fault.pause_s, worker.send_signal, [signal.SIGCONT]
                     ).start()
-            says = fault.says
-            if self._line is None and says and re.search(says, line):
-                self._line, self._said = line.strip(), now
+            pattern = fault.line
+            if self._line is None and pattern and re.search(pattern, line):
+                self._line, self._reported = line.strip(), now
 
 
 def run(name: str) -> Result:
@@ -284,11 +292,11 @@ def run(name: str) -> Result:
 
 def row(fault: Fault, result: Result) -> str:
     """Return a row of the table."""
-    line = "training goes on" if fault.says is None else result.line
+    line = "training goes on" if fault.line is None else result.line
     text = re.sub(r" at 127.0.0.1:\d+", "", line or "-")
-    said = "" if result.said is None else f"{result.said:.1f}"
-    codes = ", ".join(map(str, result.codes))
-    return f"| {fault.title} | {text} | {said} | {result.ended:.1f} | {codes} |"
+    reported = "" if result.line is None else f"{result.reported_s:.1f}"
+    ended, codes = f"{result.ended_s:.1f}", ", ".join(map(str, result.codes))
+    return f"| {fault.title} | {text} | {reported} | {ended} | {codes} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
