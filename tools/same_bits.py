@@ -1,14 +1,14 @@
-"""Compares two versions of tfkfac bit for bit.
+"""Compare two versions of tfkfac bit for bit.
 
     python tools/same_bits.py write before.npz        # with the first version
     python tools/same_bits.py compare before.npz      # with the second version
 
-Small models make 20 steps in `fit` with many settings, in one process, on two
-replicas of a process, and on two and four workers. `compare` lists the runs
+Small models train for 20 steps in `fit` with many settings, in one process, on
+two replicas of a process, and on two and four workers. `compare` lists the runs
 whose weights or losses differ, and the difference over the distance from the
-initial weights. `--only TEXT` takes the runs whose names contain the text. Runs
-that only one side has are listed, but are no difference. Write and compare on
-the same machine: other processors round differently.
+initial weights. `--only TEXT` selects the runs whose names contain the text.
+Runs of only one version are listed, but do not count as different. Write and
+compare on the same machine: other processors round differently.
 """
 
 import argparse
@@ -39,6 +39,9 @@ STEPS, BATCH = 20, 16
 # By place: number of processes, and of replicas in each process.
 PLACES = {"process": (1, 1), "replicas": (1, 2), "two": (2, 1), "four": (4, 1)}
 Data = tuple[Any, Any]
+# A model, its data, and arguments of `compile`.
+Task = tuple[Any, Data, dict[str, Any]]
+Draw = np.random.Generator
 layers, losses = keras.layers, keras.losses
 KFAC: Any = tfkfac.KFAC
 FOSI: Any = tfkfac.FOSI
@@ -51,20 +54,16 @@ def classes(logits: bool = True) -> Any:
     return losses.SparseCategoricalCrossentropy(from_logits=logits)
 
 
-def dense(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
+def dense(draw: Draw) -> Task:
     """Classify with two dense layers, the first with an L2 penalty."""
-    model = keras.Sequential(
-        [
-            keras.Input((9,)),
-            layers.Dense(8, "tanh", kernel_regularizer=keras.regularizers.L2()),
-            layers.Dense(4),
-        ]
-    )
+    penalty = keras.regularizers.L2()
+    hidden = layers.Dense(8, "tanh", kernel_regularizer=penalty)
+    model = keras.Sequential([keras.Input((9,)), hidden, layers.Dense(4)])
     x = draw.normal(size=(STEPS * BATCH, 9)).astype("float32")
     return model, (x, draw.integers(0, 4, len(x))), {"loss": classes()}
 
 
-def regression(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
+def regression(draw: Draw) -> Task:
     """Fit squared errors with dense layers, the first without a bias."""
     model = keras.Sequential(
         [
@@ -78,7 +77,7 @@ def regression(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
     return model, (x, np.sin(x[:, :2] * x[:, 2:4])), {"loss": "mse"}
 
 
-def image(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
+def image(draw: Draw) -> Task:
     """Classify images with all convolutions and batch normalisation."""
     model = keras.Sequential(
         [
@@ -99,7 +98,7 @@ def image(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
     return model, (x, y), {"loss": classes(False), "metrics": ["accuracy"]}
 
 
-def tokens(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
+def tokens(draw: Draw) -> Task:
     """Apply attention to padded tokens, with a loss for each token."""
     ids = keras.Input((6,), dtype="int32")
     x = layers.Embedding(11, 8, mask_zero=True)(ids)
@@ -110,7 +109,7 @@ def tokens(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
     return model, (x, (x * 3 + 1) % 11), {"loss": classes()}
 
 
-def recurrent(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
+def recurrent(draw: Draw) -> Task:
     """Train an LSTM, which has no curvature block, with two weighted losses."""
     inputs = keras.Input((5, 3))
     shared = layers.Dense(6, "tanh")
@@ -120,21 +119,15 @@ def recurrent(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
         "two": layers.Dense(2, name="two")(x),
     }
     x = draw.normal(size=(STEPS * BATCH, 5, 3)).astype("float32")
-    y = {
-        "one": (x[:, 0, :1] > 0).astype("float32"),
-        "two": x[:, 1, :2] * x[:, 2, 1:],
-    }
-    return (
-        keras.Model(inputs, outputs),
-        (x, y),
-        {
-            "loss": {"one": "binary_crossentropy", "two": "mse"},
-            "loss_weights": {"one": 1.0, "two": 0.3},
-        },
-    )
+    positive = (x[:, 0, :1] > 0).astype("float32")
+    y = {"one": positive, "two": x[:, 1, :2] * x[:, 2, 1:]}
+    loss = {"one": "binary_crossentropy", "two": "mse"}
+    weights = {"one": 1.0, "two": 0.3}
+    model = keras.Model(inputs, outputs)
+    return model, (x, y), {"loss": loss, "loss_weights": weights}
 
 
-def scalar_loss(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
+def scalar_loss(draw: Draw) -> Task:
     """Regression with a custom loss that returns a scalar."""
     model, data, _ = regression(draw)
 
@@ -144,7 +137,7 @@ def scalar_loss(draw: np.random.Generator) -> tuple[Any, Data, dict[str, Any]]:
     return model, data, {"loss": loss}
 
 
-MODELS: dict[str, Callable[..., tuple[Any, Data, dict[str, Any]]]] = {
+MODELS: dict[str, Callable[[Draw], Task]] = {
     function.__name__: function
     for function in (dense, regression, image, tokens, recurrent, scalar_loss)
 }
@@ -161,10 +154,6 @@ def spread(distribution: str, fraction: Any = None, **arguments: Any) -> Any:
 P = functools.partial
 MODES = ("comm_opt", "mem_opt", "dp_kfac")
 ALL = " ".join(MODELS)
-MOMENTUM = {
-    "class_name": "SGD",
-    "config": {"learning_rate": 0.05, "momentum": 0.9},
-}
 # K-FAC with updates every 2 and 4 steps, FOSI with an estimation every 6.
 OFTEN: Any = {"factor_update_interval": 2, "inverse_update_interval": 4}
 K = P(KFAC, **OFTEN)
@@ -201,11 +190,7 @@ TABLE: dict[str, list[tuple[Any, ...]]] = {
         ("dense image tokens recurrent", "drawn", P(K, fisher="monte_carlo")),
         ("dense image regression", "type2", P(K, fisher="type2")),
         ("dense image tokens", "narrow", P(KFAC, max_factor_dim=6)),
-        (
-            "image tokens recurrent",
-            "reduce",
-            P(KFAC, weight_sharing="reduce"),
-        ),
+        ("image tokens recurrent", "reduce", P(KFAC, weight_sharing="reduce")),
         ("image tokens", "average", P(KFAC, weight_sharing="average")),
         ("dense", "no clip", P(KFAC, 0.01, kl_clip=None)),
         ("dense", "skip", P(KFAC, skip_layers=["dense"])),
@@ -231,7 +216,7 @@ TABLE: dict[str, list[tuple[Any, ...]]] = {
         ("dense image recurrent", "FOSI rows", P(WIDE, layout="rows")),
         ("dense image recurrent", "FOSI columns", P(WIDE, layout="columns")),
         ("regression", "FOSI SGD", P(F, inner_optimizer="sgd")),
-        ("regression", "FOSI momentum", P(F, inner_optimizer=MOMENTUM)),
+        ("regression", "FOSI momentum", lambda: F(SGD(0.05, 0.9))),
         ("regression", "FOSI paper", P(F, final_update="paper")),
         ("dense regression scalar_loss", "GaussNewton", GN),
         ("regression", "GaussNewton residuals", P(GN, solve="residuals")),

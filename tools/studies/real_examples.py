@@ -1,4 +1,4 @@
-"""Train programs of the kinds of the keras.io examples with `KFAC()` and Adam.
+"""Train programs like the examples of keras.io with `KFAC()` and Adam.
 
     python tools/studies/real_examples.py --json docs/real_examples.json
     python tools/studies/real_examples.py --program gan --method kfac --seeds 0
@@ -9,8 +9,8 @@ Nothing is tuned. A process trains all methods and seeds of a program, on one
 thread. New records replace those of the same trainings in the file of --json.
 Programs of keras-hub are left out where it is not installed.
 
-With `:falling=yes` at the end of a method its learning rate falls linearly to 0
-over the training, as that of the tuned Adam and Muon of the table:
+With `:falling=yes` at the end of a method the learning rate falls linearly to 0
+over the training, as for the tuned Adam and Muon of the table:
 
     python tools/studies/real_examples.py --program convnet mixer --seeds 0 \
         --method adam:learning_rate=0.003:falling=yes
@@ -47,24 +47,15 @@ USUAL = {
     "graph_attention": "sgd:learning_rate=0.3:momentum=0.9",
     "lora": "adamw:learning_rate=0.00005:weight_decay=0.01",
 }
-IMAGES = (
-    "convnet distillation mixer vision_transformer segmentation fine_tuning "
-    "anomaly_autoencoder"
-)
-GENERATIVE = "variational_autoencoder gan denoising_diffusion"
-SEQUENCES = (
-    "timeseries_transformer lstm_seq2seq miniature_gpt translation "
-    "collaborative_filtering wide_and_deep graph_attention lora"
-)
-PLACES = {
-    name: module
-    for module, names in (
-        ("images", IMAGES),
-        ("generative", GENERATIVE),
-        ("sequences", SEQUENCES),
-    )
-    for name in names.split()
+PROGRAMS = {
+    "images": "convnet distillation mixer vision_transformer segmentation "
+    "fine_tuning anomaly_autoencoder",
+    "generative": "variational_autoencoder gan denoising_diffusion",
+    "sequences": "timeseries_transformer lstm_seq2seq miniature_gpt "
+    "translation collaborative_filtering wide_and_deep graph_attention lora",
 }
+# Module of each program.
+PLACES = {n: module for module, ns in PROGRAMS.items() for n in ns.split()}
 KERAS_HUB = ("lora",)
 ADAM, KFAC = "adam", "kfac"
 FALLING = ":falling=yes"
@@ -121,7 +112,7 @@ def train(program: str, method: str, seed: int) -> Record:
             now = time.process_time()
             times = first_steps if self.is_first else later_steps
             times.append(now - self.last)
-            self.last, self.is_first = now, False
+            self.last, self.is_first = now, False  # a new `fit` traces again
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.logs = logs
@@ -142,11 +133,11 @@ def train(program: str, method: str, seed: int) -> Record:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ends = getattr(module, program)(make, options)
-    texts = {str(warning.message) for warning in caught}
+    messages = {str(warning.message) for warning in caught}
     record = {"program": program, "method": method, "seed": seed}
     record |= zip(("loss", "validation"), ends, strict=True)
     record |= {
-        # With dropout, a mean over the last epoch; the GAN has none.
+        # Mean training loss of the last epoch, with dropout; not of the GAN.
         "objective": timer.logs.get("loss", ends[0]),
         "steps": len(first_steps) + len(later_steps),
         "first_step": sum(first_steps),
@@ -154,8 +145,8 @@ def train(program: str, method: str, seed: int) -> Record:
     }
     if method.startswith(KFAC):
         record["covered"] = covered_share(optimizers)
-        texts |= {text for o in optimizers for text in o.events()}
-    return record | {"warnings": sorted(texts)}
+        messages |= {text for o in optimizers for text in o.events()}
+    return record | {"warnings": sorted(messages)}
 
 
 def covered_share(optimizers: Sequence[Any]) -> float:
@@ -169,17 +160,16 @@ def covered_share(optimizers: Sequence[Any]) -> float:
 def train_all(
     task: tuple[str, Sequence[str], Sequence[int]],
 ) -> list[Record]:
-    """Train a program with each method and seed; an error is a record."""
+    """Train a program with each method and seed; record errors, too."""
     program, methods, seeds = task
     records: list[Record] = []
     for method, seed in itertools.product(methods, seeds):
+        record = {"program": program, "method": method, "seed": seed}
         try:
-            records.append(train(program, method, seed))
+            record = train(program, method, seed)
         except Exception as error:
-            record = {"program": program, "method": method, "seed": seed}
-            records.append(
-                record | {"error": f"{type(error).__name__}: {error}"}
-            )
+            record["error"] = f"{type(error).__name__}: {error}"
+        records.append(record)
     return records
 
 
@@ -224,8 +214,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    here = [program for program in PLACES if is_here(program)]
-    add("--program", nargs="+", choices=here, default=here)
+    programs = [program for program in PLACES if is_here(program)]
+    add("--program", nargs="+", choices=programs, default=programs)
     add("--method", nargs="+", metavar="NAME[:KEY=VALUE...]")
     add("--seeds", nargs="+", type=int, default=range(3), metavar="N")
     add("--jobs", type=positive, default=1, metavar="N", help="processes")

@@ -1,4 +1,4 @@
-"""The data of the programs, without a download."""
+"""The data of the programs, without a download, and their losses."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -26,15 +26,16 @@ _ROMAN = {
 
 
 def losses(model: keras.Model, train: Pair, test: Pair) -> Losses:
-    """Return the losses that `evaluate` finds."""
-    pairs = train, test
-    ends = (model.evaluate(*p, verbose=0, return_dict=True) for p in pairs)
-    first, second = (float(end["loss"]) for end in ends)
-    return first, second
+    """Return the losses of `evaluate` on training and validation data."""
+    first, second = (
+        model.evaluate(*pair, verbose=0, return_dict=True)["loss"]
+        for pair in (train, test)
+    )
+    return float(first), float(second)
 
 
 def split(arrays: Any, share: float = 0.8) -> tuple[Any, Any]:
-    """Split arrays into a first part and the rest, in a fixed random order."""
+    """Split arrays in two at `share`, in a fixed random order."""
     count = len(tree.flatten(arrays)[0])
     order = np.random.default_rng(0).permutation(count)
     first, last = np.split(order, [int(share * count)])
@@ -85,7 +86,7 @@ def waves(length: int, count: int) -> Pair:
 
 
 def spelled(number: int) -> list[str]:
-    """Return the English words of a number below 10,000, none of 0."""
+    """Return the English words of a number below 10,000, [] for 0."""
     names = _NAMES.split()
     for unit, name in ((1000, "thousand"), (100, "hundred")):
         if number >= unit:
@@ -105,17 +106,17 @@ def roman(number: int) -> str:
 
 
 def encode(rows: Sequence[Sequence[str]]) -> tuple[np.ndarray, int]:
-    """Return codes, rows that end in at least one 0, and their number."""
+    """Return rows of codes, padded with at least one 0, and the code count."""
     words = sorted(set(itertools.chain.from_iterable(rows)))
-    number = {word: code for code, word in enumerate(words, 1)}
+    code_of = {word: code for code, word in enumerate(words, 1)}
     codes = np.zeros((len(rows), 1 + max(map(len, rows))), "int32")
-    for code, row in zip(codes, rows, strict=True):
-        code[: len(row)] = [number[word] for word in row]
-    return codes, len(number) + 1
+    for row_codes, row in zip(codes, rows, strict=True):
+        row_codes[: len(row)] = [code_of[word] for word in row]
+    return codes, len(code_of) + 1
 
 
 def numbers() -> tuple[np.ndarray, int, np.ndarray, int]:
-    """Return words and Roman numerals of numbers, each with its codes."""
+    """Return codes and code counts of English words and of Roman numerals."""
     values = range(1, 4000)
     words = encode([spelled(value) for value in values])
     return *words, *encode([f"<{roman(value)}>" for value in values])
@@ -141,7 +142,7 @@ def ratings(users: int, items: int, count: int) -> Pair:
 
 
 def incomes(count: int) -> Pair:
-    """Return columns of numbers and of names, and a class that they decide."""
+    """Return numeric and string columns, and a class that depends on both."""
     random = np.random.default_rng(0)
     sizes = {"job": 12, "town": 40, "school": 6, "sector": 4}
     codes = {name: random.integers(0, n, count) for name, n in sizes.items()}
