@@ -1,4 +1,4 @@
-"""Compresses images of 784 pixels to 30 numbers, with a deep autoencoder.
+"""Compress images of 784 pixels to 30 numbers, with a deep autoencoder.
 
     python examples/autoencoder.py --optimizer kfac adam
     python examples/autoencoder.py --dataset mnist
@@ -54,7 +54,7 @@ def pixels(x: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def error(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """Squared error of each image."""
+    """Return the squared error of each image."""
     return tf.reduce_sum(tf.square(tf.sigmoid(logits) - y), -1)
 
 

@@ -1,4 +1,4 @@
-"""Classifies images, with ResNet-32 or a model of keras.applications.
+"""Classify images, with ResNet-32 or a model of keras.applications.
 
     python examples/classification.py --optimizer kfac adam --plot digits.png
     python examples/classification.py --dataset cifar10 --batch-size 128

@@ -1,4 +1,4 @@
-"""Errors of Keras optimizers and SciPy's solvers after processor seconds."""
+"""Compare the errors of Keras optimizers and SciPy's solvers over time."""
 
 import contextlib
 import dataclasses
@@ -23,8 +23,8 @@ class Race:
     Attributes:
         seconds: Processor seconds of all threads, with tracing, without the
             measurement of errors.
-        errors: The errors at these times.
-        steps: Number of steps at these times.
+        errors: Error at each of the `seconds`.
+        steps: Number of steps at each of the `seconds`.
     """
 
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -32,20 +32,16 @@ class Race:
     steps: list[int] = dataclasses.field(default_factory=list)
 
     def at(self, seconds: float) -> float:
-        """Return the last error within some seconds."""
+        """Return the last error that was measured within `seconds`."""
         count = sum(t <= seconds for t in self.seconds)
         return self.errors[max(count - 1, 0)]
 
 
 class Clock(keras.callbacks.Callback):
-    """Measure the error at growing intervals, and end the training.
-
-    Args:
-        error: Function that returns the error.
-        seconds: Processor seconds of the training.
+    """Measure the error at growing intervals; end the training after a time.
 
     Attributes:
-        is_over: True after the end.
+        is_over: True after `seconds` processor seconds.
     """
 
     def __init__(self, error: Callable[[], float], seconds: float) -> None:
@@ -56,7 +52,7 @@ class Clock(keras.callbacks.Callback):
         self.start = time.process_time()
 
     def tick(self) -> None:
-        """Count a step; record the error if its interval is over."""
+        """Count a step; record the error if the interval is over."""
         self.steps += 1
         now = time.process_time() - self.start
         race, self.is_over = self.race, now > self.limit
@@ -161,7 +157,10 @@ def least_squares(
     variables: list[keras.Variable],
     clock: Clock,
 ) -> None:
-    """Minimise residuals, times their roots, by MINPACK, in float64."""
+    """Minimise residuals by MINPACK, in float64.
+
+    `roots` has the square root of the weight of each residual.
+    """
     from scipy import optimize
 
     flat = Flat(variables)

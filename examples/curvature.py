@@ -1,12 +1,12 @@
-"""Finds wrong labels of digits by the Kronecker factors of a fitted model.
+"""Find wrong labels of digits by the Kronecker factors of a fitted model.
 
     python examples/curvature.py --seeds 3
 
-A tenth of the labels is wrong. The program fits a small network and takes the
-factors of all examples. For each layer it prints the cosine of `A (x) G` with
-the exact block of the Gauss-Newton matrix, the cosine of both damped solves of
-the gradient, and the share of the trace in the ten largest eigenvalues. The
-last lines tell how well two scores find the wrong labels.
+A tenth of the labels is wrong. The program fits a small network and computes
+the factors of all examples. For each layer it prints the cosine of `A (x) G`
+and the exact block of the Gauss-Newton matrix, the cosine of the gradients that
+both precondition, and the share of the trace in the ten largest eigenvalues.
+The last lines print how well two scores detect the wrong labels (AUC).
 """
 
 import argparse
@@ -163,7 +163,7 @@ def main() -> None:
         print(f"seed {seed}")
         for name, inverse in inverses.items():
             a, g = rows[name]
-            exact = exact_block([one[name] for one in roots])
+            exact = exact_block([root[name] for root in roots])
             gradient = a.T @ g
             damped = exact + DAMPING * np.eye(len(exact))
             solved = np.linalg.solve(damped, gradient.ravel())

@@ -29,7 +29,7 @@ def conditions(data: Any, network: Any) -> tuple[dict[str, Any], ...]:
 
 
 def boundary(bc: Any, x: Any, network: Any) -> tuple[Any, Any]:
-    """Return a condition; its points are followed by values and normals."""
+    """Return the residual of a condition, and rows (point, value, normal)."""
     if isinstance(bc, PAIRED):
         raise ValueError(f"{type(bc).__name__} is not of single points.")
     valued, sloped = isinstance(bc, VALUED), isinstance(bc, SLOPED)
@@ -38,12 +38,12 @@ def boundary(bc: Any, x: Any, network: Any) -> tuple[Any, Any]:
     column = np.broadcast_to(np.reshape(values, [-1, 1]), [len(x), 1])
 
     def residual(points: Any) -> Any:
-        inputs, own, normal = tf.split(points, [x.shape[1], 1, x.shape[1]], 1)
-        here = copy.copy(bc)  # at these points alone
-        here.boundary_normal, here.values = (lambda *_: normal), own
-        here.func = (lambda *_: own) if valued else getattr(bc, "func", None)
+        inputs, value, normal = tf.split(points, [x.shape[1], 1, x.shape[1]], 1)
+        local = copy.copy(bc)  # with the values and normals of these points
+        local.boundary_normal, local.values = (lambda *_: normal), value
+        local.func = (lambda *_: value) if valued else getattr(bc, "func", None)
         dde.gradients.clear()
-        return here.error(inputs, inputs, network(inputs), 0, None)
+        return local.error(inputs, inputs, network(inputs), 0, None)
 
     return residual, np.hstack([x, column, normals])
 

@@ -1,9 +1,9 @@
-"""Names, boxes and masks of the digits on a canvas: the heads of Mask R-CNN.
+"""Detect the digits on a canvas: classes, boxes and masks, as Mask R-CNN.
 
     python examples/detection.py --optimizer 'kfac:skip_layers=["neck"]' sgd
 
-The backbone has been trained before and is frozen. K-FAC preconditions the
-heads; the neck, which `skip_layers` names, is left to the rest optimizer.
+The backbone is pretrained and frozen. K-FAC preconditions the heads; the rest
+optimizer trains the neck, which `skip_layers` excludes.
 """
 
 import keras

@@ -1,7 +1,7 @@
 """Differential equations as named conditions, with their solutions.
 
-Points are `(batch, coordinates)`, time first. Networks are tanh MLPs, of sines
-in the last problems.
+Points are `(batch, coordinates)`, time first. Networks are MLPs of tanh units,
+in the last problems of sines.
 """
 
 import dataclasses
@@ -59,11 +59,11 @@ def mlp(
     return keras.Sequential([keras.Input((features,)), *hidden, last])
 
 
-def relative_error(network: Any, x: Array, want: Array) -> Callable[[], float]:
-    """Return a function of the error's norm over the norm of the values."""
+def relative_error(network: Any, x: Array, exact: Array) -> Callable[[], float]:
+    """Return a function for the relative L2 error at the points `x`."""
     outputs, points = tf.function(network), tf.constant(x)
-    scale = float(np.linalg.norm(want))
-    return lambda: float(np.linalg.norm(outputs(points) - want)) / scale
+    scale = float(np.linalg.norm(exact))
+    return lambda: float(np.linalg.norm(outputs(points) - exact)) / scale
 
 
 def derivatives(
@@ -94,11 +94,11 @@ def by_residual(
 
     def points(step: int) -> Array:
         rng = np.random.default_rng(step)
-        found = draw(rng, candidates * count)
-        size = np.abs(measure(tf.constant(found)))
+        x = draw(rng, candidates * count)
+        size = np.abs(measure(tf.constant(x)))
         chance = size / size.mean() + 1
-        chosen = rng.choice(len(found), count, False, chance / chance.sum())
-        return found[chosen]
+        chosen = rng.choice(len(x), count, False, chance / chance.sum())
+        return x[chosen]
 
     return points
 
@@ -222,37 +222,37 @@ def shock(points: Array, nu: float) -> Array:
     t, x = points[:, :1], points[:, 1:]
     y = x - np.sqrt(4 * nu * t) * z
     share = weights * np.exp(-(np.cos(PI * y) + 1) / (2 * PI * nu))
-    found: Array = -(share * np.sin(PI * y)).sum(1) / share.sum(1)
-    return found
+    values: Array = -(share * np.sin(PI * y)).sum(1) / share.sum(1)
+    return values
 
 
 def inverse_burgers() -> Problem:
     """Find two coefficients from 300 exact values."""
     network, true = mlp(2, 20, 20, 20), np.array([1.0, 0.02])
-    found = [keras.Variable(v, dtype="float64") for v in (0.5, 0.1)]
+    unknowns = [keras.Variable(v, dtype="float64") for v in (0.5, 0.1)]
 
     def equation(x: Any) -> Any:
         u, (u_t, u_x), (u_xx,) = derivatives(network, x, [1])
-        factor, nu = (v.value for v in found)
+        factor, nu = (v.value for v in unknowns)
         return u_t + factor * u * u_x - nu * u_xx
 
     rng, draw = np.random.default_rng(0), box((0.05, 1), (-1, 1))
-    seen = draw(rng, 300)
-    values = np.c_[seen, shock(seen, true[1])]
+    measured = draw(rng, 300)
+    values = np.c_[measured, shock(measured, true[1])]
 
     def error() -> float:
-        return float(np.max(np.abs(np.array(found) / true - 1)))
+        return float(np.max(np.abs(np.array(unknowns) / true - 1)))
 
     return Problem(
         network,
         {
             "equation": equation,
-            "seen": lambda x: network(x[:, :2])[:, 0] - x[:, 2],
+            "measured": lambda x: network(x[:, :2])[:, 0] - x[:, 2],
         },
-        {"equation": draw(rng, 2000), "seen": values},
+        {"equation": draw(rng, 2000), "measured": values},
         error,
-        {"seen": 100.0},
-        found,
+        {"measured": 100.0},
+        unknowns,
     )
 
 
@@ -301,9 +301,9 @@ def phases() -> tuple[Array, Array]:
         return np.asarray(spread + 5 * (u - u**3))
 
     start = x**2 * np.cos(PI * x)
-    found = solve_ivp(change, (0, 1), start, "RK45", t, rtol=1e-9, atol=1e-9)
+    u = solve_ivp(change, (0, 1), start, "RK45", t, rtol=1e-9, atol=1e-9).y
     grid = np.stack(np.meshgrid(t, x, indexing="ij"), -1)
-    return grid.reshape(-1, 2), found.y.T.reshape(-1, 1)
+    return grid.reshape(-1, 2), u.T.reshape(-1, 1)
 
 
 def wave(network: Any = None) -> Problem:
@@ -351,7 +351,7 @@ def sine() -> Problem:
 
 
 def sines(*widths: int) -> Any:
-    """Return a network of sines, which can be equal to a solution."""
+    """Return a network of sines, which can represent some solutions exactly."""
     return mlp(2, *widths, activation=tf.sin)
 
 
@@ -375,7 +375,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "Helmholtz": helmholtz,
     "inverse Burgers": inverse_burgers,
     "regression": sine,
-    # These networks contain properties of the solution.
+    # Networks with prior knowledge of the solution.
     "Poisson 2-D, sines": lambda: poisson(2, sines(64)),
     "wave, sines": lambda: wave(sines(20, 20, 20, 20)),
     "Burgers, periodic sines": lambda: burgers(periodic(20, 20, 20)),

@@ -1,4 +1,4 @@
-"""Measures what Gauss-Newton steps reach, and where they lose.
+"""Compare Gauss-Newton steps with other optimizers, also where they lose.
 
 python examples/gauss_newton.py table --threads 1 --json docs/gauss_newton.json
 python examples/gauss_newton.py table --threads 1 --problems "Poisson 2-D" \\
@@ -39,7 +39,7 @@ ADAM_RATE = 3e-3
 
 
 class Whole(keras.Model):
-    """All conditions as outputs of a model, for optimizers in `fit`."""
+    """Model whose outputs are the residuals of all conditions, for `fit`."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__()
@@ -47,15 +47,15 @@ class Whole(keras.Model):
         self.unknowns = list(problem.unknowns)
 
     def call(self, points: Any) -> Any:
-        residuals = self.problem.residuals
-        found = {name: residuals[name](x) for name, x in points.items()}
-        return {
-            n: tf.reshape(r, [tf.shape(r)[0], -1]) for n, r in found.items()
-        }
+        outputs = {}
+        for name, x in points.items():
+            residual = self.problem.residuals[name](x)
+            outputs[name] = tf.reshape(residual, [tf.shape(residual)[0], -1])
+        return outputs
 
 
 class Mixed(keras.Model):
-    """Residuals of rows that start with a condition's number and a factor."""
+    """Model of one residual per row (index of the condition, factor, point)."""
 
     def __init__(self, problem: Problem, widths: list[int]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def race(problem: Problem, name: str, seconds: float) -> Race | None:
         least_squares(residuals, points, roots, problem.variables, clock)
         return clock.race
     if name == TF_LM:
-        # It takes one residual a point.
+        # The package supports one residual per point.
         if any(sizes[n] > len(points[n]) for n in points):
             return None
         return tf_levenberg_marquardt(problem, points, roots, clock)
@@ -108,7 +108,7 @@ def race(problem: Problem, name: str, seconds: float) -> Race | None:
 def tf_levenberg_marquardt(
     problem: Problem, points: Any, roots: Any, clock: Clock
 ) -> Race | None:
-    """Run the `fit` of that package, by Cholesky, if it is installed."""
+    """Run `fit` of tf-levenberg-marquardt, by Cholesky, if installed."""
     if importlib.util.find_spec(TF_LM) is None:
         return None
     from tf_levenberg_marquardt.model import ModelWrapper
@@ -122,7 +122,7 @@ def tf_levenberg_marquardt(
     rows = np.concatenate(parts)
     model = ModelWrapper(Mixed(problem, widths))
     model(rows[:1])
-    # Its default optimizer is shared by all models.
+    # The default optimizer of the package is shared by all models.
     model.compile(
         optimizer=keras.optimizers.SGD(1.0),
         solve_method="cholesky",
@@ -148,8 +148,8 @@ def table(options: argparse.Namespace) -> None:
             races = []
             for seed in range(options.seeds):
                 keras.utils.set_random_seed(11 + seed)
-                found = race(PROBLEMS[title](), name, options.seconds)
-                races += [] if found is None else [found]
+                result = race(PROBLEMS[title](), name, options.seconds)
+                races += [] if result is None else [result]
             errors = {
                 f"{mark:g} s": [float(f"{r.at(mark):.2e}") for r in races]
                 for mark in marks
@@ -173,7 +173,7 @@ def show(title: str, races: Mapping[str, Race], marks: list[float]) -> None:
 
 
 def diabetes(options: argparse.Namespace) -> None:
-    """442 noisy rows: exact steps interpolate them without a penalty."""
+    """Train on 442 noisy rows, which exact steps interpolate."""
     from sklearn.datasets import load_diabetes
     from sklearn.model_selection import train_test_split
 

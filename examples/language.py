@@ -1,4 +1,4 @@
-"""Predicts the next character of Python's own sources, with a Transformer.
+"""Predict the next character of Python sources, with a Transformer.
 
     python examples/language.py --optimizer kfac adam
     python examples/language.py --dataset tiny_shakespeare

@@ -1,11 +1,11 @@
-"""Fills in hidden characters, with a BERT that is trained in two phases.
+"""Predict hidden characters, with a BERT that is trained in two phases.
 
     python examples/masked_language.py --optimizer kfac adam
 
 The first phase trains short pieces of text with Adam, the second phase long
 pieces with each given optimizer. The text is the installed Python standard
 library unless --dataset names a set of TensorFlow Datasets with a feature
-"text". The model is that of keras-hub if it is installed.
+"text". The BERT of keras-hub is used if keras-hub is installed.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def load(options: argparse.Namespace, length: int, examples: int) -> Data:
 
 
 def weigh(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, ...]:
-    """Count hidden characters only."""
+    """Return sample weights of 1 for hidden characters, else 0."""
     return x, y, tf.cast(x == HIDDEN, tf.float32)
 
 

@@ -1,10 +1,9 @@
-"""Plots the ends of the Hessian's spectrum over the training of an MLP.
+"""Plot the ends of the Hessian's spectrum over the training of an MLP.
 
     python examples/plot_spectrum.py --epochs 5 --every 20 --output spectrum.png
 
-Computes the five largest and the five smallest Ritz values of the Hessian of
-the loss on one fixed batch, before the training and every N steps, and prints
-them.
+Compute and print the five largest and the five smallest Ritz values of the
+Hessian of the loss on one fixed batch, before the training and every N steps.
 """
 
 import argparse
@@ -23,11 +22,7 @@ LANCZOS_STEPS = 40
 
 
 class Spectrum(keras.callbacks.Callback):
-    """Computes Ritz values of the Hessian of the loss.
-
-    Args:
-        batch: Inputs and labels of the loss.
-        interval: Steps between two spectra.
+    """Compute Ritz values of the loss's Hessian on a batch, every few steps.
 
     Attributes:
         values: Ritz values in ascending order, by the number of steps.

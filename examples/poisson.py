@@ -1,4 +1,4 @@
-"""Solves Poisson's equation by a network, with `fit` and `loss="mse"`.
+"""Solve Poisson's equation by a network, with `fit` and `loss="mse"`.
 
     python examples/poisson.py --dimension 5 --steps 300
 
@@ -38,7 +38,7 @@ class Poisson(keras.Model):
 
 
 def solution(x: Any) -> Any:
-    """Return sin sin in 2 dimensions, else a sum of cosines."""
+    """Return a product of sines in 2 dimensions, else a sum of cosines."""
     if x.shape[1] == 2:
         return np.sin(np.pi * x).prod(1)[:, None]
     return np.cos(np.pi * x).sum(1)[:, None]
@@ -66,9 +66,9 @@ def solve(dimension: int, optimizer: Any, steps: int) -> float:
     model.compile(optimizer, "mse")
     model.fit(x, y, len(x), steps, verbose=0, sample_weight=weights)
     new = np.random.default_rng(1).uniform(size=(9000, dimension))
-    wanted = solution(new)
-    errors = network.predict(new, verbose=0) - wanted
-    return float(np.linalg.norm(errors) / np.linalg.norm(wanted))
+    exact = solution(new)
+    errors = network.predict(new, verbose=0) - exact
+    return float(np.linalg.norm(errors) / np.linalg.norm(exact))
 
 
 if __name__ == "__main__":

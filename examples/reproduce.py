@@ -1,10 +1,10 @@
-"""Reproduces an experiment of a paper: prints a table, writes a CSV file.
+"""Reproduce an experiment of a paper: print a table, write a CSV file.
 
     python examples/reproduce.py --list
     python examples/reproduce.py distributed-kfac-table-1 --quick --jobs 4
 
-With --quick it takes small models and little data: minutes on four cores.
-Without it it takes the data of the paper where one machine can train them.
+With --quick models and data are small: minutes on four cores. Without --quick
+the data are those of the paper, if one machine can train them.
 """
 
 import argparse

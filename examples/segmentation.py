@@ -1,10 +1,10 @@
-"""Finds the pixels of each digit on a canvas, with a U-Net.
+"""Classify the pixels of digits on a canvas, with a U-Net.
 
     python examples/segmentation.py --optimizer kfac adam
     python tools/launch.py 2 -- python examples/segmentation.py
 
-The digits are scikit-learn's unless --dataset names others, as mnist. The Dice
-score is the mean over the ten digits.
+The digits are scikit-learn's unless --dataset names another set, such as mnist.
+The Dice score is the mean over the ten digits.
 """
 
 import keras

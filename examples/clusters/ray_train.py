@@ -11,7 +11,7 @@ from train import train
 
 
 def run(arguments: dict[str, str]) -> None:
-    """The loop of one worker, in a thread of Ray's."""
+    """Train as one worker, in a thread that Ray starts."""
     print(train(arguments["directory"], int(arguments["epochs"])), flush=True)
 
 

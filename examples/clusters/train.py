@@ -1,9 +1,9 @@
-"""Trains on several workers, as the job scripts beside it start them.
+"""Train on several workers, which the job scripts in this folder start.
 
 python examples/clusters/train.py DIRECTORY EPOCHS
 
-A job that gets SIGTERM backs up in the directory, which all workers must see,
-and goes on there when it is started again.
+After SIGTERM the job saves a backup in the directory, which all workers must
+share. A job that is started again resumes from the backup.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""Digits on canvases, with labels of pixels, boxes, and proposals of boxes.
+"""Digits on canvases, with classes of pixels, boxes, and proposed boxes.
 
-Each canvas of 48x48 pixels has two digits of different sizes, each in its own
-quarter, over noise. A proposal is a box roughly around a digit, as a region
-proposal network finds it. Its targets are the digit, the move of the box to its
-true place, and the mask of the digit's pixels.
+A canvas of 48x48 pixels has noise and two digits of different sizes, in
+different quarters. A proposal is an inaccurate box of a digit, as of a region
+proposal network. The targets of a proposal are the digit, the shift and scale
+to the true box, and the mask of the digit's pixels.
 """
 
 import dataclasses
@@ -63,10 +63,10 @@ def compose(source: Split, count: int, seed: int) -> Canvases:
             size = SIZES[index]
             corner = CELL * np.array(divmod(cell, SIDE // CELL))
             top, left = corner + random.integers(CELL - size + 1, size=2)
-            place = (canvas, slice(top, top + size), slice(left, left + size))
+            box = (canvas, slice(top, top + size), slice(left, left + size))
             pixels = resized[index][chosen[canvas, digit]]
-            images[place] = np.maximum(images[place], pixels)
-            labels[place][pixels[..., 0] > INK] = classes[canvas, digit] + 1
+            images[box] = np.maximum(images[box], pixels)
+            labels[box][pixels[..., 0] > INK] = classes[canvas, digit] + 1
             boxes[canvas, digit] = top, left, top + size, left + size
     return Canvases(images, labels, boxes / SIDE, classes)
 
@@ -114,8 +114,8 @@ def _moves(proposals: np.ndarray, boxes: np.ndarray) -> np.ndarray:
 def crop(features: tf.Tensor, boxes: tf.Tensor, side: int) -> tf.Tensor:
     """Resample each box of each image to a square.
 
-    Products of matrices, which have all derivatives: TensorFlow's own
-    `crop_and_resize` has first derivatives only.
+    Matrix products have all derivatives, `tf.image.crop_and_resize` has first
+    derivatives only.
     """
     rows, columns = (
         _weights(boxes[..., axis::2], features.shape[1 + axis], side)
@@ -127,13 +127,13 @@ def crop(features: tf.Tensor, boxes: tf.Tensor, side: int) -> tf.Tensor:
 def _weights(edges: tf.Tensor, size: int, side: int) -> tf.Tensor:
     """Return the bilinear weight of each pixel along one axis."""
     first, last = tf.split((size - 1.0) * edges, 2, -1)
-    places = first + (last - first) * tf.linspace(0.0, 1.0, side)
+    samples = first + (last - first) * tf.linspace(0.0, 1.0, side)
     pixels = tf.range(size, dtype=edges.dtype)
-    return tf.nn.relu(1 - tf.abs(places[..., tf.newaxis] - pixels))
+    return tf.nn.relu(1 - tf.abs(samples[..., tf.newaxis] - pixels))
 
 
 class RegionAlign(keras.layers.Layer):
-    """Features of each box as a square, as in Mask R-CNN."""
+    """Resample the features of each box to a square, as Mask R-CNN does."""
 
     def __init__(self, side: int) -> None:
         super().__init__()

@@ -120,8 +120,7 @@ def moved_digits(examples: int = 20_000, held_out: int = 5_000) -> Data:
         chosen = random.randint(len(split), size=count)
         large = tf.image.resize(split.x / 16, (ENLARGED, ENLARGED), "bicubic")
         images = np.round(255 * np.clip(large.numpy(), 0, 1)).astype(np.uint8)
-        room = SIDE - ENLARGED + 1
-        tops, lefts = random.randint(room, size=(2, count))
+        tops, lefts = random.randint(SIDE - ENLARGED + 1, size=(2, count))
         frames = np.zeros((count, SIDE, SIDE, 1), np.uint8)
         for frame, image, top, left in zip(
             frames, images[chosen], tops, lefts, strict=True
@@ -133,7 +132,7 @@ def moved_digits(examples: int = 20_000, held_out: int = 5_000) -> Data:
 
 
 def idx_path(directory: pathlib.Path, name: str) -> pathlib.Path:
-    """Return the path of an idx file, of the `.gz` file if that exists."""
+    """Return the path of an idx file, compressed (`.gz`) if that exists."""
     packed = directory / f"{name}-ubyte.gz"
     return packed if packed.exists() else directory / f"{name}-ubyte"
 

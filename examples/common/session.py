@@ -1,7 +1,7 @@
-"""Train a model with one optimizer after the other, and compare the runs.
+"""Train a model with several optimizers, one after the other, and compare.
 
-All runs start from the same weights and see the same batches. With `TF_CONFIG`
-set, the process is one worker of a job.
+All runs have the same initial weights and batches. If `TF_CONFIG` is set, the
+process is one worker of a job.
 """
 
 import argparse
@@ -31,7 +31,7 @@ FIRST_ORDER = {
     "adamw": keras.optimizers.AdamW,
     "rmsprop": keras.optimizers.RMSprop,
 }
-# The inner optimizer, whose learning rate is given.
+# Inner optimizers, which get the learning rate.
 FOSI = {"fosi": "adam", "fosi_adam": "adam", "fosi_sgd": "sgd"}
 NAMES = ("kfac", *FIRST_ORDER, *FOSI)
 RATES = {"kfac": 0.1, "sgd": 0.05, "adam": 1e-3, "adamw": 1e-3, "rmsprop": 1e-3}
@@ -47,7 +47,7 @@ HEADING = (
 )
 NOTE = """
 Metric of the test data: {}. Target: {}, checked after each epoch. All learning
-rates decay linearly to 0. Seconds are those of training steps, without
+rates decay linearly to 0. Wall seconds of the training steps, without
 evaluation; the first step counts as the slowest of the next ten."""
 
 
@@ -149,11 +149,6 @@ def make_optimizer(
     name, arguments = variant.name, dict(variant.arguments)
     arguments.pop("learning_rate", None)
     if name == "kfac":
-        names = {f.name for f in dataclasses.fields(tfkfac.Distribution)}
-        details = {k: arguments.pop(k) for k in names & set(arguments)}
-        if details:
-            mode = arguments.get("distribution", "comm_opt")
-            arguments["distribution"] = tfkfac.Distribution(mode, **details)
         return tfkfac.KFAC(rate, **arguments)
     base = FOSI.get(name, name)
     inner = {"momentum": SGD_MOMENTUM} if base == "sgd" else {}
@@ -163,7 +158,7 @@ def make_optimizer(
 
 
 class Run(keras.callbacks.Callback):
-    """A training; as a callback it records its losses, times and metrics.
+    """Callback of a training: record its losses, times and metrics.
 
     Attributes:
         name: The optimizer, as on the command line.
@@ -184,6 +179,7 @@ class Run(keras.callbacks.Callback):
         )
         self.callbacks: list[keras.callbacks.Callback] = [self]
         if options.log_dir and session.worker == 0:
+            options.log_dir.mkdir(parents=True, exist_ok=True)
             log = options.log_dir / variant.text.replace("/", "_")
             self.callbacks.append(keras.callbacks.CSVLogger(f"{log}.csv"))
             if importlib.util.find_spec("tensorboard"):
@@ -223,7 +219,8 @@ class Run(keras.callbacks.Callback):
     def seconds(self, clock: int = 0) -> np.ndarray:
         """Return wall (clock 0) or processor seconds up to each step.
 
-        The first step traces the graph: count the slowest of the next ten.
+        The first step traces the graph: take the slowest of the next ten
+        steps in its place.
         """
         times = np.array(self._times)[:, clock]
         if len(times) > 1:
@@ -271,16 +268,12 @@ class Run(keras.callbacks.Callback):
 
 
 class Session:
-    """The runs of a script, one for each given optimizer.
+    """The runs of a script, one for each optimizer of the command line.
 
-    Create it before any other use of TensorFlow.
-
-    Args:
-        options: The command line.
-        title: Title of the table and of the plot.
+    Create a session before any other use of TensorFlow.
 
     Attributes:
-        strategy: That of the job of `TF_CONFIG`, or of one device.
+        strategy: The strategy of the job of `TF_CONFIG`, or of one device.
         worker: Index of this worker.
         steps: Number of steps of a run.
     """
@@ -302,14 +295,11 @@ class Session:
         for path in (options.plot, options.json):
             if path:
                 path.parent.mkdir(parents=True, exist_ok=True)
-        if options.log_dir:
-            options.log_dir.mkdir(parents=True, exist_ok=True)
 
     def runs(self, examples: int) -> Iterator[Run]:
         """Yield a run for each optimizer; print the comparison at the end.
 
-        Args:
-            examples: Number of training examples.
+        `examples` is the number of training examples.
         """
         options = self.options
         if options.batch_size > examples:
@@ -318,21 +308,21 @@ class Session:
         with self.strategy.scope():
             for variant in options.optimizer:  # fail before the first run
                 make_optimizer(variant, self.steps, options.defaults.rates)
-        done = []
+        runs = []
         for variant in options.optimizer:
             keras.backend.clear_session()
             keras.utils.set_random_seed(options.seed)
             print(f"\n{self.title}: {variant.text}")
             with self.strategy.scope():
-                done.append(Run(variant, self))
-            yield done[-1]
+                runs.append(Run(variant, self))
+            yield runs[-1]
         if options.json:
             suffix = f".{self.worker}" if self.worker else ""
             path = options.json.with_name(f"{options.json.name}{suffix}")
-            records = {run.name: run.record() for run in done}
+            records = {run.name: run.record() for run in runs}
             path.write_text(json.dumps(records, indent=1))
         if self.worker == 0:
-            self._report(done)
+            self._report(runs)
 
     def _report(self, runs: Sequence[Run]) -> None:
         options = self.options

@@ -1,4 +1,4 @@
-"""Characters of text that every machine has: Python's standard library."""
+"""Character codes of a text, by default of Python's standard library."""
 
 import argparse
 import pathlib
@@ -41,18 +41,12 @@ def load(
 ) -> Data:
     """Load the text of `--dataset` and `--data-dir`; targets are the inputs.
 
-    Args:
-        options: The command line.
-        length: Characters of an example.
-        examples: Number of training examples.
-        held_out: Number of test examples, the last of the text.
+    An example has `length` characters. The end of the text is the test set.
     """
-    is_library = options.dataset == "python"
-    text = (
-        standard_library()
-        if is_library
-        else tfds_text(options.dataset, options.data_dir)
-    )
+    if options.dataset == "python":
+        text = standard_library()
+    else:
+        text = tfds_text(options.dataset, options.data_dir)
     rows = pieces(text, length)
     train, test = rows[:-held_out][:examples], rows[-held_out:]
     return Data(Split(train, train), Split(test, test))

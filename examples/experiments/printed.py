@@ -21,9 +21,8 @@ class PlainInverseSolver(InverseSolver):
     """Precondition with `(A + damping I)^-1 W (G + damping I)^-1`.
 
     The explicit inverses of Distributed K-FAC (eq. 9 and 10) as printed: the
-    whole damping is added to both factors, whatever their eigenvalues. That is
-    not the damping of `A (x) G`: a factor much smaller than the damping, as G
-    late in training, has no effect.
+    whole damping is added to both factors. A factor much smaller than the
+    damping, such as G late in training, has no effect.
     """
 
     @override
@@ -35,7 +34,7 @@ class OuterEigenSolver(EigenSolver):
     """`EigenSolver` whose owner of a layer computes `D` and sends it.
 
     As printed in KAISA (section 4.4): the gradient workers receive the matrix
-    `D` in place of the two vectors of eigenvalues, which is more to send.
+    `D` in place of the two vectors of eigenvalues, which takes more bytes.
     """
 
     whole_layers = True
@@ -45,8 +44,8 @@ class OuterEigenSolver(EigenSolver):
         parts = super().parts(factors, name)
         if name == "A":
             return without_values(parts)
-        every = parts | super().parts(factors, "A") if "A" in factors else parts
-        return without_values(parts) | outer_part(every)
+        both = parts | super().parts(factors, "A") if "A" in factors else parts
+        return without_values(parts) | outer_part(both)
 
     @override
     def kept(self, factors: Factors) -> dict[str, Part]:

@@ -1,4 +1,4 @@
-"""Experiments: scripts of the examples trained in processes of their own."""
+"""Run the scripts of the examples in new processes, for the experiments."""
 
 import itertools
 import json
@@ -71,7 +71,7 @@ class Experiment(NamedTuple):
         full: Values that differ without `--quick`.
         training: Function of a case and of `--quick`.
         measures: Names of `MEASURES`.
-        elsewhere: What the paper had, and needs other machines.
+        elsewhere: Parts of the paper that need other machines.
     """
 
     source: str
@@ -101,14 +101,14 @@ def optimizer(name: str, **arguments: Any) -> str:
 
 
 def _state(name: str) -> Callable[[Sequence[Record]], float]:
-    """Return a function: largest state of a worker, in MB."""
+    """Return a function for the largest state of a worker, in MB."""
     return lambda workers: max(
         worker["state_bytes"].get(name, 0) / 1e6 for worker in workers
     )
 
 
 def _received(step: str) -> Callable[[Sequence[Record]], float]:
-    """Return a function: most MB that a worker receives in a step."""
+    """Return a function for the most MB that a worker receives in a step."""
     return lambda workers: max(
         sum(worker["communication_bytes"][step].values()) / 1e6
         for worker in workers
