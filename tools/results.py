@@ -4,12 +4,11 @@
     python tools/results.py --commands  # prints the command of each study
 
 All figures go into docs/pages/results.md, the first table and the main claims
-into README.md. A record of docs/trainings.json is a training of
-studies/time_to_target.py. A record of docs/gauss_newton.json has the errors of
-an optimizer of examples/gauss_newton.py. A record of docs/real_examples.json is
-a training of studies/real_examples.py. A record of docs/results.json is another
-study: its table, the command that repeats the study, the machine and the
-commits of its figures.
+into README.md. The records of docs/trainings.json are trainings of
+studies/time_to_target.py, those of docs/gauss_newton.json are errors of
+examples/gauss_newton.py, those of docs/real_examples.json are trainings of
+studies/real_examples.py. docs/results.json has all other studies, each with its
+table, command, machine and commits.
 """
 
 import argparse
@@ -47,6 +46,7 @@ PARTS = {
     "results": lambda runs: markdown_table(*report.summary(runs)),
 }
 ENDS = "loss", "validation"
+Runs = Sequence[Mapping[str, Any]]  # records of real_examples.py
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -168,8 +168,31 @@ def _short(method: str) -> str:
     return f"{variant.name} {rate}".strip()
 
 
+def _mean(records: Runs, name: str) -> float:
+    return statistics.mean(record[name] for record in records)
+
+
+def _ends(records: Runs) -> str:
+    """Return the mean losses at the end."""
+    return " / ".join(f"{_mean(records, name):.3g}" for name in ENDS)
+
+
+def _warnings(records: Runs) -> set[str]:
+    return set().union(*(record["warnings"] for record in records))
+
+
+def _tuned(methods: Mapping[str, Runs], name: str) -> str:
+    """Return the losses of the best rate, which alone has all seeds."""
+    rates = [m for m in methods if m.startswith(name) and FALLING in m]
+    if not rates:
+        return ""
+    best = max(rates, key=lambda method: len(methods[method]))
+    rate = parse_variant(best).arguments["learning_rate"]
+    return f"{_ends(methods[best])} ({rate})"
+
+
 def examples_table(
-    records: Sequence[Mapping[str, Any]],
+    records: Runs,
 ) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """Return a row for each program, with means over the seeds."""
     programs: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
@@ -179,44 +202,28 @@ def examples_table(
     rows: list[tuple[str, ...]] = []
     level = dict.fromkeys(ENDS, 0)
     for program, methods in programs.items():
-
-        def mean(method: str, name: str, methods: Any = methods) -> float:
-            return statistics.mean(r[name] for r in methods[method])
-
-        def ends(method: str, mean: Any = mean) -> str:
-            return " / ".join(f"{mean(method, name):.3g}" for name in ENDS)
-
-        def warned(method: str, methods: Any = methods) -> set[str]:
-            return set().union(*(r["warnings"] for r in methods[method]))
-
-        def tuned(name: str, methods: Any = methods, ends: Any = ends) -> str:
-            """Return the ends of the best rate, which alone has all seeds."""
-            rates = [m for m in methods if m.startswith(name) and FALLING in m]
-            if not rates:
-                return ""
-            best = max(rates, key=lambda method: len(methods[method]))
-            rate = parse_variant(best).arguments["learning_rate"]
-            return f"{ends(best)} ({rate})"
-
+        kfac, adam = methods["kfac"], methods["adam"]
         for name in ENDS:
-            level[name] += mean("kfac", name) <= mean("adam", name)
+            level[name] += _mean(kfac, name) <= _mean(adam, name)
         others = [
-            m for m in methods if m not in ("adam", "kfac") and FALLING not in m
+            f"{_ends(runs)} ({_short(method)})"
+            for method, runs in methods.items()
+            if method not in ("adam", "kfac") and FALLING not in method
         ]
-        first = (f"{mean(m, 'first_step'):.1f}" for m in ("kfac", "adam"))
+        first = (f"{_mean(runs, 'first_step'):.1f}" for runs in (kfac, adam))
         rows.append(
             (
                 program.replace("_", " "),
-                f"{mean('kfac', 'steps'):.0f}",
-                f"{mean('kfac', 'covered'):.0%}",
-                ends("kfac"),
-                ends("adam"),
-                ", ".join(f"{ends(m)} ({_short(m)})" for m in others),
-                tuned("adam"),
-                tuned("muon"),
-                f"{mean('kfac', 'step') / mean('adam', 'step'):.2f}",
+                f"{_mean(kfac, 'steps'):.0f}",
+                f"{_mean(kfac, 'covered'):.0%}",
+                _ends(kfac),
+                _ends(adam),
+                ", ".join(others),
+                _tuned(methods, "adam"),
+                _tuned(methods, "muon"),
+                f"{_mean(kfac, 'step') / _mean(adam, 'step'):.2f}",
                 " / ".join(first),
-                str(len(warned("kfac") - warned("adam"))),
+                str(len(_warnings(kfac) - _warnings(adam))),
             )
         )
     counts = " / ".join(map(str, level.values())) + f" of {len(rows)}"

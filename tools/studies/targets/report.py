@@ -127,10 +127,12 @@ def commands(records: Records) -> Iterator[str]:
 def full_table(comparisons: Sequence[Comparison]) -> Table:
     """Return a row for each problem, with a column for each method."""
     order = {name: index for index, name in enumerate(TITLES)}
-    found = dict.fromkeys(
-        _column(row.setting) for one in comparisons for row in one.rows
+    keys = dict.fromkeys(
+        _column(row.setting)
+        for comparison in comparisons
+        for row in comparison.rows
     )
-    columns = sorted(found, key=lambda key: order.get(key[0], len(order)))
+    columns = sorted(keys, key=lambda key: order.get(key[0], len(order)))
     rows = []
     for comparison in comparisons:
         run = comparison.best.setting
@@ -144,14 +146,14 @@ def full_table(comparisons: Sequence[Comparison]) -> Table:
     texts = {m: f"{mean:.2f} ({n})" for m, (mean, n) in means.items()}
     last = "geometric mean of the ratios (problems)"
     rows.append([last, *(texts.get(method, "") for method, _ in columns)])
-    titles = [title(method) + rest for method, rest in columns]
+    titles = [title(method) + share for method, share in columns]
     return ["problem", *titles], rows
 
 
 def _column(setting: Run) -> tuple[str, str]:
-    """Return the method, and the fraction of the epochs if not searched."""
-    is_part = is_untuned(setting.method) and setting.share != 1
-    return setting.method, f", {setting.share:g} of the epochs" * is_part
+    """Return the method, and its share of the epochs if not searched."""
+    is_short = is_untuned(setting.method) and setting.share != 1
+    return setting.method, f", {setting.share:g} of the epochs" * is_short
 
 
 def _cell(row: Row, comparison: Comparison) -> str:
@@ -173,22 +175,17 @@ def _cell(row: Row, comparison: Comparison) -> str:
 def summary(records: Sequence[Record]) -> Table:
     """Return the README's table: each problem at its largest size.
 
-    With the variants of K-FAC that were run on all problems, `KFAC()` first. A
-    variant that was not timed together with the baselines has no times.
+    The columns are the variants of K-FAC that were run on all problems,
+    `KFAC()` first. A variant that was not timed together with the baselines has
+    no times.
     """
     comparisons, adams = (
         _largest(compare(records, *target)) for target in ((), ("adam",))
     )
     counts = Counter(m for c in comparisons for m in _rows(c))
-    methods = sorted(
-        (
-            m
-            for m in counts
-            if counts[m] == len(comparisons) and not is_baseline(m)
-        ),
-        key=is_untuned,
-        reverse=True,
-    )
+    everywhere = [m for m in counts if counts[m] == len(comparisons)]
+    methods = [m for m in everywhere if not is_baseline(m)]
+    methods.sort(key=is_untuned, reverse=True)
     columns = ["problem", f"best of {_baselines(comparisons)}"]
     lines = []
     for comparison in comparisons:
@@ -201,19 +198,19 @@ def summary(records: Sequence[Record]) -> Table:
             ]
         )
     for method in methods:
-        found = [_rows(comparison)[method] for comparison in comparisons]
-        if any(row.claim for row in found):
-            to_adam = {_place(c): _rows(c).get(method) for c in adams}
+        rows = [_rows(comparison)[method] for comparison in comparisons]
+        if any(row.claim for row in rows):
+            to_adam = {_key(c): _rows(c).get(method) for c in adams}
             columns += [
                 f"{title(method)}: time to Adam's result (Adam = 1)",
                 f"{title(method)}: time to the best baseline's result",
             ]
             for line, comparison, row in zip(
-                lines, comparisons, found, strict=True
+                lines, comparisons, rows, strict=True
             ):
-                line += [_time(to_adam.get(_place(comparison))), _time(row)]
+                line += [_time(to_adam.get(_key(comparison))), _time(row)]
         columns.append(f"{title(method)}: final result")
-        for line, row in zip(lines, found, strict=True):
+        for line, row in zip(lines, rows, strict=True):
             line.append(f"{spread(row.finals)}, {ENDS[row.end]}")
     return columns, lines
 
@@ -251,9 +248,9 @@ def against_muon(records: Sequence[Record]) -> str:
                 name += f"{spread(comparison.best.finals)})"
             names[row.end].append(name)
     tiny = {
-        problem: (found[KFAC], found["muon"])
-        for problem, found in tiny_ends(records).items()
-        if {KFAC, "muon"} <= found.keys()
+        problem: (ends[KFAC], ends["muon"])
+        for problem, ends in tiny_ends(records).items()
+        if {KFAC, "muon"} <= ends.keys()
     }
     losing = [
         f"{problem} ({ours.mean:.3g}; Muon: {muon.mean:.3g})"
@@ -263,7 +260,7 @@ def against_muon(records: Sequence[Record]) -> str:
     seconds = statistics.geometric_mean(
         ours.seconds / muon.seconds for ours, muon in tiny.values()
     )
-    lists = {end: ", ".join(found) or "none" for end, found in names.items()}
+    lists = {end: ", ".join(ns) or "none" for end, ns in names.items()}
     return (
         f"`KFAC()` ends better than tuned Muon on: {lists['less']}. "
         f"Level: {lists[TIE]}. Worse: {lists['more']}. Its mean training loss "
@@ -296,16 +293,16 @@ def _time(row: Row | None) -> str:
 
 def _largest(comparisons: Iterable[Comparison]) -> list[Comparison]:
     """Return problems at full size, or small if there is no full size."""
-    places = {_place(comparison): comparison for comparison in comparisons}
-    full = {problem for problem, size, _ in places if size == "full"}
+    by_key = {_key(comparison): comparison for comparison in comparisons}
+    full = {problem for problem, size, _ in by_key if size == "full"}
     return [
         comparison
-        for (problem, size, _), comparison in places.items()
+        for (problem, size, _), comparison in by_key.items()
         if size == "full" or problem not in full
     ]
 
 
-def _place(comparison: Comparison) -> tuple[str, str, str]:
+def _key(comparison: Comparison) -> tuple[str, str, str]:
     """Return problem, size and data."""
     run = comparison.best.setting
     return run.problem, run.size, run.data
@@ -338,7 +335,7 @@ class End:
     Attributes:
         run: The setting.
         losses: Training loss, by seed.
-        validation: Metric on other examples, by seed.
+        validation: Metric on held-out examples, by seed.
         seconds: Mean processor seconds.
     """
 
@@ -365,10 +362,10 @@ def tiny_ends(records: Iterable[Record]) -> Ends:
             groups[run["problem"], run["method"]].append(record)
     ends: dict[str, dict[str, End]] = {name: {} for name in TINY_PROBLEMS}
     for problem, method in sorted(groups, key=lambda key: is_constant(key[1])):
-        found = groups[problem, method]
-        best = best_setting(found)
+        group = groups[problem, method]
+        best = best_setting(group)
         assert best is not None
-        chosen = settings_of(found)[best]
+        chosen = settings_of(group)[best]
         seeds = [record["run"]["seed"] for record in chosen]
         losses = [math.inf if end is None else end for end in finals(chosen)]
         ends[problem][method] = End(
@@ -377,42 +374,42 @@ def tiny_ends(records: Iterable[Record]) -> Ends:
             [record["validation"] for record in chosen],
             seconds_of(chosen),
         )
-    return {problem: found for problem, found in ends.items() if found}
+    return {problem: row for problem, row in ends.items() if row}
 
 
 def tiny_table(ends: Ends) -> Table:
     """Return a row for each problem, and comparisons with Adam below."""
-    methods = list(dict.fromkeys(m for found in ends.values() for m in found))
+    methods = list(dict.fromkeys(m for row in ends.values() for m in row))
     rows = []
-    for problem, found in ends.items():
+    for problem, row in ends.items():
         accuracy = TINY_PROBLEMS[problem].validation == "accuracy"
         name = f"{problem}, accuracy" if accuracy else problem
-        rows.append([name, *(_loss(found.get(method)) for method in methods)])
-    compared = {
-        method: [f for f in ends.values() if method in f and "adam" in f]
-        for method in methods
-        if method != "adam"
-    }
-    marks = {m: _marks(m, found) for m, found in compared.items() if found}
-    for name in ("below Adam", "most over Adam", "loss / Adam", "CPU s / Adam"):
-        rows.append([name, *(marks.get(m, {}).get(name, "") for m in methods)])
+        rows.append([name, *(_loss(row.get(method)) for method in methods)])
+    names = "below Adam", "most over Adam", "loss / Adam", "CPU s / Adam"
+    columns = [_against_adam(method, ends) for method in methods]
+    rows += map(list, zip(names, *columns, strict=True))
     return ["problem", *map(title, methods)], rows
 
 
-def _marks(method: str, here: Sequence[Mapping[str, End]]) -> Mapping[str, str]:
-    """Return the comparisons of a method with Adam."""
-    ratios = {
-        f[method].run.problem: f[method].mean / f["adam"].mean for f in here
+def _against_adam(method: str, ends: Ends) -> Sequence[str]:
+    """Return the four comparisons of a method with Adam."""
+    pairs = {
+        problem: (row[method], row["adam"])
+        for problem, row in ends.items()
+        if method != "adam" and {method, "adam"} <= row.keys()
     }
-    seconds = [f[method].seconds / f["adam"].seconds for f in here]
+    if not pairs:
+        return [""] * 4
+    ratios = {name: end.mean / adam.mean for name, (end, adam) in pairs.items()}
+    seconds = [end.seconds / adam.seconds for end, adam in pairs.values()]
     worst = max(ratios, key=lambda problem: ratios[problem])
     below = sum(ratio < 1 for ratio in ratios.values())
-    return {
-        "below Adam": f"{below} of {len(ratios)}",
-        "most over Adam": f"{ratios[worst]:.3g} ({worst})",
-        "loss / Adam": f"{statistics.geometric_mean(ratios.values()):.2g}",
-        "CPU s / Adam": f"{statistics.geometric_mean(seconds):.2g}",
-    }
+    return [
+        f"{below} of {len(ratios)}",
+        f"{ratios[worst]:.3g} ({worst})",
+        f"{statistics.geometric_mean(ratios.values()):.2g}",
+        f"{statistics.geometric_mean(seconds):.2g}",
+    ]
 
 
 def _loss(end: End | None) -> str:
