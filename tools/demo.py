@@ -1,4 +1,4 @@
-"""K-FAC and Adam for the same processor seconds, on an autoencoder of digits.
+"""Compare K-FAC and Adam on an autoencoder, for equal processor seconds.
 
     python tools/demo.py [PLOT]
 

@@ -1,12 +1,12 @@
-"""Runs Keras' own tests of callbacks with K-FAC as the optimizer.
+"""Run Keras' own tests of callbacks with K-FAC as the optimizer.
 
     python tools/keras_tests.py [--source ARCHIVE] [PYTEST OPTIONS]
 
-pip downloads the source distribution of the installed version of Keras, unless
-`--source` names it: wheels have no tests. Every `Model.compile` in them gets
-`tfkfac.KFAC()` in place of its optimizer. An optimizer that averages weights
-(`use_ema`) or has a schedule becomes the inner optimizer. The exit status is
-that of pytest.
+pip downloads the source distribution of the installed version of Keras (wheels
+have no tests), unless `--source` names a file. Every `Model.compile` in the
+tests gets `tfkfac.KFAC()` in place of its optimizer. An optimizer that averages
+weights (`use_ema`) or has a schedule becomes the inner optimizer. The exit
+status is that of pytest.
 """
 
 import argparse
@@ -107,8 +107,8 @@ def in_place_of(optimizer: Any) -> Any:
     if isinstance(optimizer, str):
         return tfkfac.KFAC()
     config = optimizer.get_config()
-    stays = config["use_ema"] or isinstance(config["learning_rate"], dict)
-    return tfkfac.KFAC(optimizer) if stays else tfkfac.KFAC()
+    is_tested = config["use_ema"] or isinstance(config["learning_rate"], dict)
+    return tfkfac.KFAC(optimizer) if is_tested else tfkfac.KFAC()
 
 
 if __name__ == "__main__":

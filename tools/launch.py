@@ -1,16 +1,16 @@
-"""Starts the workers of a TensorFlow cluster on this machine.
+"""Start the workers of a TensorFlow cluster on this machine.
 
     python tools/launch.py 2 -- python examples/classification.py --model cnn
 
 Every worker runs the command with its own `TF_CONFIG`. Each line of output
-starts with the worker's name; of progress bars, worker 0 shows the last state.
-If a worker fails, the others are stopped and its exit code is returned, or all
-are restarted with `--restarts`. Ctrl-C stops all. SIGTERM is passed to the
-workers, which have 30 s to save their state.
+starts with the worker's name; progress bars are printed for worker 0, in their
+last state. If a worker fails, the other workers are stopped and its exit code
+is returned, or all workers are restarted with `--restarts`. Ctrl-C stops all
+workers. SIGTERM is passed to the workers, which have 30 s to save their state.
 
-With `--min-workers M` a job continues without workers that a signal has killed
-(for example, out of memory): the remaining number of workers, at least M, is
-started again and resumes from what the job has saved.
+With `--min-workers M` a job continues if a signal has killed workers (for
+example, out of memory): the other workers, at least M, are started again and
+resume from the last backup of the job.
 
 Defaults of the workers' environment: a random `TFKFAC_SECRET` for each job, by
 which workers authenticate each other; `TF_NUM_INTRAOP_THREADS` as each worker's
@@ -39,7 +39,7 @@ STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE
 # Time from a signal to SIGKILL; LONG_GRACE_S after SIGTERM to the launcher, in
 # which workers can save their state.
 GRACE_S, LONG_GRACE_S = 3.0, 30.0
-EARLY_S = 5.0  # until a worker that ends before other workers is reported
+EARLY_S = 5.0  # delay of the message that a worker ended before the others
 CANNOT_RUN = 127  # exit code of a shell that cannot run a command
 
 
@@ -112,7 +112,7 @@ def run(
 
 def wait(workers: Sequence[Worker], signals: Signals) -> int:
     """Return the exit code of the first failure or signal; else 0."""
-    early: dict[str, float] = {}  # when to report a worker, by name
+    report_at: dict[str, float] = {}  # time to report an early end, by name
     while not signals.received:
         codes = [worker.process.poll() for worker in workers]
         for worker, code in zip(workers, codes, strict=True):
@@ -121,12 +121,12 @@ def wait(workers: Sequence[Worker], signals: Signals) -> int:
                 say(worker.ending())
                 return code if code > 0 else 128 - code
             if code == 0:
-                early.setdefault(worker.name, time.monotonic() + EARLY_S)
+                report_at.setdefault(worker.name, time.monotonic() + EARLY_S)
         if None not in codes:
             return 0
-        for name, when in early.items():
-            if time.monotonic() > when:
-                early[name] = math.inf
+        for name, due in report_at.items():
+            if time.monotonic() > due:
+                report_at[name] = math.inf
                 say(f"{name} has ended; others are still running")
         time.sleep(0.05)
     number = signals.received[0]

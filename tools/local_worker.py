@@ -11,14 +11,14 @@ from typing import IO, TextIO
 
 LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 0: all messages of TensorFlow
 STYLE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# Messages that TensorFlow prints at any log level: messages before it reads the
-# level, and the error that no GPU driver is installed.
+# Messages that TensorFlow prints at any log level: start-up messages, and the
+# error that no GPU driver is installed.
 CHATTER = re.compile(
     r"WARNING: All log messages before absl::|I\d{4} [\d:.]+ +\d+ \w+\.cc:|"
     r"E\d{4} .*failed call to cuInit.*\(303\)$"
 )
-# Shell script that reads process groups, and kills them if its input ends
-# without "done": then the launcher has died.
+# Shell script that reads process groups. If the input ends without "done", the
+# launcher has died: kill the groups.
 GUARD = """
 while read -r group; do
     [ "$group" = done ] && exit 0
@@ -47,10 +47,8 @@ class Worker:
         self, index: int, command: Sequence[str], environment: Mapping[str, str]
     ) -> None:
         self.name = f"worker {index}"
-        self._is_first, self._shows_all = (
-            not index,
-            environment[LOG_LEVEL] == "0",
-        )
+        self._is_first = index == 0
+        self._shows_all = environment[LOG_LEVEL] == "0"
         self.process = subprocess.Popen(
             command,
             env=environment,

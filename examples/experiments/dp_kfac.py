@@ -8,8 +8,8 @@ from typing import Any
 from experiments.running import Case, Experiment, Training, optimizer
 
 PAPER = "DP-KFAC (2022)"
-# The last has the running average of eq. 10 and 11 as printed: the weight xi =
-# 0.95 of section 6.4 on the new batch.
+# In the last method the new batch has the weight xi = 0.95 of section 6.4 in
+# the running average, as eq. 10 and 11 are printed.
 METHODS: dict[str, dict[str, Any]] = {
     "comm_opt": {"distribution": "comm_opt"},
     "dp_kfac": {"distribution": "dp_kfac"},

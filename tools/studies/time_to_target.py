@@ -1,4 +1,4 @@
-"""Measures how long optimizers take to the best result of the baselines.
+"""Measure how long optimizers take to the best result of the baselines.
 
     python tools/studies/time_to_target.py --size tiny  # 13 problems
     python tools/studies/time_to_target.py --problem mlp cnn --search-size small
