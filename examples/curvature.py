@@ -9,8 +9,6 @@ both precondition, and the share of the trace in the ten largest eigenvalues.
 The last lines print how well two scores detect the wrong labels (AUC).
 """
 
-import argparse
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -19,7 +17,7 @@ from sklearn.datasets import load_digits
 from sklearn.metrics import roc_auc_score
 
 import tfkfac
-from common.arguments import positive
+from common.arguments import make_parser_of, positive
 
 CLASSES, DAMPING = 10, 0.01
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -133,10 +131,7 @@ def cosine(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser_of(__doc__)
     parser.add_argument("--seeds", type=positive, default=1, metavar="N")
     images, digits = load_digits(return_X_y=True)
     x = (images / 16).astype("float32")

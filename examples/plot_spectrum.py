@@ -6,7 +6,6 @@ Compute and print the five largest and the five smallest Ritz values of the
 Hessian of the loss on one fixed batch, before the training and every N steps.
 """
 
-import argparse
 from typing import Any
 
 import keras
@@ -15,6 +14,7 @@ import tensorflow as tf
 from matplotlib.figure import Figure
 
 from common import data, networks
+from common.arguments import make_parser_of
 from tfkfac import curvature
 
 COUNT = 5  # values at each end
@@ -78,10 +78,7 @@ def plot(values: dict[int, np.ndarray], path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser_of(__doc__)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--every", type=int, default=50, metavar="STEPS")
     parser.add_argument("--output", default="spectrum.png")

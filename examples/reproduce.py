@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from common.arguments import positive
+from common.arguments import make_parser_of, positive
 from common.tables import table
 from experiments import EXPERIMENTS
 from experiments.running import MEASURES
@@ -56,10 +56,7 @@ def _text(value: Any) -> str:
 
 
 def parse(command_line: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser_of(__doc__)
     add = parser.add_argument
     add("experiment", nargs="?", metavar="EXPERIMENT", choices=EXPERIMENTS)
     add("--list", action="store_true", help="print all names")

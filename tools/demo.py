@@ -8,7 +8,6 @@ traces the graph, does not count. The demo shows test digits and their
 reconstructions from 30 numbers. The plot needs Matplotlib.
 """
 
-import argparse
 import dataclasses
 import importlib.util
 import pathlib
@@ -18,6 +17,7 @@ import keras
 import numpy as np
 
 import paths  # noqa: F401
+from common.arguments import make_parser_of
 from targets.methods import CONSTANT
 from targets.recording import Allowance
 from targets.run import FINAL, Run
@@ -33,10 +33,7 @@ PLOTTED = 10  # digits in the plot
 
 def main() -> None:
     """Train, and show the reconstructions."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser_of(__doc__)
     parser.add_argument("plot", nargs="?", type=pathlib.Path, metavar="PLOT")
     options = parser.parse_args()
     kfac = Run(

@@ -29,6 +29,7 @@ import numpy as np
 
 import paths  # noqa: F401
 from command import machine
+from common.arguments import make_parser_of
 
 TOOLS = pathlib.Path(__file__).parent
 STEPS = 12
@@ -312,10 +313,7 @@ PARTS = {"gpus": find_gpus, "train": train, "memory": memory}
 # ------------------------------------------------------------ the command line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the checks; return 1 if one fails."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser_of(__doc__)
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
     parser.add_argument("--only", nargs="+", choices=CHECKS, metavar="NAME")
     parser.add_argument("--part", type=json.loads, help=argparse.SUPPRESS)

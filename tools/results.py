@@ -11,7 +11,6 @@ studies/real_examples.py. docs/results.json has all other studies, each with its
 table, command, machine and commits.
 """
 
-import argparse
 import json
 import pathlib
 import statistics
@@ -19,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import paths  # noqa: F401
-from common.arguments import parse_variant
+from common.arguments import make_parser_of, parse_variant
 from real_examples import FALLING
 from targets import report
 from targets.report import markdown_table
@@ -51,10 +50,7 @@ Runs = Sequence[Mapping[str, Any]]  # records of real_examples.py
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser_of(__doc__)
     parser.add_argument("--commands", action="store_true")
     if parser.parse_args(arguments).commands:
         training = report.commands(Records(TRAININGS))

@@ -36,6 +36,17 @@ def key_value(pair: str) -> tuple[str, Any]:
         return key, text
 
 
+def make_parser_of(
+    docstring: str | None, epilog: str | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser whose --help prints a docstring with its line breaks."""
+    return argparse.ArgumentParser(
+        description=docstring,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def positive(text: str) -> int:
     """Parse an integer above 0."""
     if not text.isdecimal() or int(text) < 1:

@@ -21,7 +21,12 @@ import numpy as np
 import tensorflow as tf
 
 import tfkfac
-from common.arguments import Variant, parse_variant, positive
+from common.arguments import (
+    Variant,
+    make_parser_of,
+    parse_variant,
+    positive,
+)
 from common.tables import table
 
 SGD_MOMENTUM = 0.9
@@ -78,10 +83,7 @@ def make_parser(
     description: str | None, defaults: Defaults, dataset: str = "digits"
 ) -> argparse.ArgumentParser:
     """Return a parser of the arguments that all examples have."""
-    parser = argparse.ArgumentParser(
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser_of(description)
     add = parser.add_argument
     add(
         "--optimizer",

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 import command  # isort: skip, sets the module path
-from common.arguments import parse_variant, positive
+from common.arguments import make_parser_of, parse_variant, positive
 from common.tables import table
 
 # Names of the variants and of the classes in Keras.
@@ -511,11 +511,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse and check the command line."""
     fosi = [f"fosi-{name}" for name in FIRST_ORDER]
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=f"Variants: {', '.join((*FIRST_ORDER, 'kfac-SOLVER', *fosi))}. "
+    parser = make_parser_of(
+        __doc__,
+        f"Variants: {', '.join((*FIRST_ORDER, 'kfac-SOLVER', *fosi))}. "
         f"Models: {', '.join((*SHAPES, 'mlp-WIDTHxDEPTH'))}.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--models", nargs="+", default=USUAL_MODELS, metavar="MODEL")

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import command  # noqa: F401, the module path
+from common.arguments import make_parser_of
 from launch import environments
 
 BATCHES, FAULTY_BATCH = 200, 60
@@ -301,10 +302,7 @@ def row(fault: Fault, result: Result) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; return the number of rows that are not as expected."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser_of(__doc__)
     parser.add_argument("faults", nargs="*", metavar="FAULT")
     parser.add_argument("--worker", metavar="DIRECTORY", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

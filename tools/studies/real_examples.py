@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import command  # isort: skip, sets the module path
-from common.arguments import parse_variant, positive
+from common.arguments import make_parser_of, parse_variant, positive
 
 # The optimizer that an example of this kind uses, if that is not Adam(0.001).
 USUAL = {
@@ -209,10 +209,7 @@ def save(path: pathlib.Path, records: Sequence[Record]) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser_of(__doc__)
     add = parser.add_argument
     programs = [program for program in PLACES if is_here(program)]
     add("--program", nargs="+", choices=programs, default=programs)

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from targets import report, study  # isort: skip, sets the module path
-from common.arguments import positive
+from common.arguments import make_parser_of, positive
 from targets.methods import BASELINES, KFAC, outside, parse
 from targets.plan import Plan
 from targets.problems import SIZES, TINY, problems_of
@@ -95,12 +95,11 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse and check the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="A method is NAME[:KEY=VALUE...] with arguments of its "
+    parser = make_parser_of(
+        __doc__,
+        "A method is NAME[:KEY=VALUE...] with arguments of its "
         f"constructor; names: {', '.join((*BASELINES, KFAC))}. Of kfac, "
         "rest=adam makes the rest optimizer an Adam with its best rate.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--size", choices=SIZES, default="full")
