@@ -45,11 +45,8 @@ def resnet(
 ) -> keras.Model:
     """ResNet of He et al. for small images: three stages of blocks.
 
-    Args:
-        image_shape: Shape of an image.
-        num_classes: Number of logits.
-        depth: Layers with weights on a path: 6 n + 2 for n blocks a stage.
-        filters: Filters of the first stage; doubled in each next stage.
+    `depth` is 6 n + 2 for n blocks per stage; `filters` is the number of
+    filters of the first stage, which doubles in each next stage.
     """
     inputs = keras.Input(image_shape)
     outputs = layers.ReLU()(_convolution(inputs, filters, size=3))
@@ -114,8 +111,7 @@ CLASSIFIERS: dict[str, Callable[[Shape, int], keras.Model]] = {
 def autoencoder(shrink: int = 1) -> keras.Model:
     """Autoencoder 784-1000-500-250-30-250-500-1000-784.
 
-    Args:
-        shrink: Divisor of all widths but that of the code.
+    `shrink` divides the widths of the hidden layers, except the code's.
     """
     widths = [units // shrink for units in (1000, 500, 250)]
     return keras.Sequential(
@@ -132,12 +128,7 @@ def autoencoder(shrink: int = 1) -> keras.Model:
 def transformer_block(
     x: keras.KerasTensor, causal: bool = True
 ) -> keras.KerasTensor:
-    """Four heads and an MLP, with layer normalisation before each.
-
-    Args:
-        x: Embeddings.
-        causal: True if a position attends to earlier positions only.
-    """
+    """Attention of four heads and an MLP, each after layer normalisation."""
     width = x.shape[-1]
     y = layers.LayerNormalization()(x)
     attention = layers.MultiHeadAttention(4, width // 4)

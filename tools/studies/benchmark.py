@@ -73,12 +73,8 @@ class Worker:
     and processor seconds of each step, and the bytes of the optimizer's state.
     The first step is answered without a request.
 
-    Args:
-        model: Name of the model.
-        name: Name of the optimizer.
-        arguments: Arguments of its constructor.
-        batch: Rows of the batch.
-        answers: File for the answers.
+    `model` and `name` are the names of the model and of the optimizer, and
+    `arguments` are arguments of its constructor; `batch` is a number of rows.
     """
 
     def __init__(
@@ -347,11 +343,7 @@ def phases(period: int, first: int, times: Sequence[float]) -> Sequence[float]:
 
     A step of K-FAC takes longer where factors or inverses are due. The mean of
     the phases is the mean time of a step, without single disturbed steps.
-
-    Args:
-        period: Steps of an interval.
-        first: Number of the first step.
-        times: Times of the steps.
+    `period` is the length of an interval, `first` the number of the first step.
     """
     starts = [(phase - first) % period for phase in range(period)]
     return [statistics.median(times[start::period]) for start in starts]

@@ -51,9 +51,8 @@ def process_environment(
 ) -> dict[str, str]:
     """Return the environment variables of a measured process, on the CPU.
 
-    Args:
-        threads: Threads of an operation.
-        folder: Folder to put first on the module path, or None.
+    `threads` is the number of threads of an operation; `folder` comes first on
+    the module path.
     """
     path = [folder, STUDIES, ROOT, os.environ.get("PYTHONPATH", "")]
     return os.environ | {

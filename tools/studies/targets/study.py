@@ -117,7 +117,9 @@ def train_all(
     jobs: int,
     add: Callable[[Run, Mapping[str, Any]], None],
 ) -> list[str]:
-    """Train; runs that differ in their seeds only share a process.
+    """Train; return a message for each failure.
+
+    Runs that differ in their seeds only share a process.
 
     Args:
         runs: The runs.
@@ -125,9 +127,6 @@ def train_all(
         files: Files that define optimizers, by method.
         jobs: Number of processes at a time.
         add: Called with the run and the result of each training.
-
-    Returns:
-        A message for each failure.
     """
     settings: dict[Run, list[Run]] = {}
     for run in runs:

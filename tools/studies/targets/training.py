@@ -65,14 +65,8 @@ class Training:
     """A compiled model that is trained from the start for each seed.
 
     Tracing a step takes longer than a tiny training, so all variables are reset
-    in place for each seed.
-
-    Args:
-        run: The settings.
-        data: The data.
-        file: File that defines an optimizer, see `methods.outside`, or None.
-        steps: Number of steps; None is that of the run.
-        evaluations: Number of measurements; None is that of the run.
+    in place for each seed. `steps` and `evaluations` replace the numbers of
+    steps and measurements of the run; `file`: see `train`.
 
     Attributes:
         model: The model.
