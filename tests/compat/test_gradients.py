@@ -1,6 +1,5 @@
 """Custom gradients, and second derivatives of moments."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,7 @@ from keras import layers
 from tensorflow.python.framework import ops
 
 from tests.compat.contracts import contract
-from tfkfac.compat.graphs import (
-    exact_second_derivatives,
-    keras_nn,
-    with_gradient,
-)
+from tfkfac.compat.graphs import exact_second_derivatives, with_gradient
 from tfkfac.compat.overrides import overridden
 
 
@@ -134,37 +129,3 @@ def test_layers_call_synchronized_moments() -> None:
             np.testing.assert_allclose(layer(x, training=True), want, atol=1e-5)
         layer(x, training=True)
     assert summed == [2, 1]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "axes", "keepdims"),
-    [("float64", [0], False), ("float16", [0, 1], True)],
-)
-def test_values_of_moments(dtype: str, axes: Any, keepdims: bool) -> None:
-    x = tf.constant(X, dtype)
-    expected = tf.nn.moments(x, axes, keepdims=keepdims)
-    with exact_second_derivatives(tf.identity):
-        result = tf.nn.moments(x, axes, keepdims=keepdims)
-    for value, want in zip(result, expected, strict=True):
-        assert (value.dtype, value.shape) == (want.dtype, want.shape)
-        np.testing.assert_allclose(value, want, atol=2e-3)
-
-
-def test_another_thread_is_untouched() -> None:
-    before = tf.nn.moments, keras_nn._compute_moments_sync
-    seen: list[bool] = []
-
-    def look() -> None:
-        with tf.Graph().as_default() as graph:
-            tf.nn.moments(tf.zeros((2, 2)), [0])
-        types = {operation.type for operation in graph.get_operations()}
-        seen.append("StopGradient" not in types)
-
-    with exact_second_derivatives(tf.identity):
-        look()
-        other = threading.Thread(target=look)
-        other.start()
-        other.join()
-    look()
-    assert seen == [True, False, False]
-    assert (tf.nn.moments, keras_nn._compute_moments_sync) == before

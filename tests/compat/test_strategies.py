@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import signal
 from typing import Any
 
@@ -19,6 +20,7 @@ from tfkfac.compat.strategies import (
     is_repaired,
     keep_handler,
     local_devices,
+    order_by_replica,
     repair,
     summing_replicas,
 )
@@ -27,34 +29,6 @@ BATCH = 8
 
 
 # -------------------------------------------------------------- on a worker
-def regression(rows: int, seed: int = 0) -> tuple[Any, Any]:
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(rows, 4)).astype("float32")
-    return x, np.tanh(x[:, :3] * x[:, 1:])
-
-
-def train(rows: int) -> dict[str, Any]:
-    """Fit, evaluate and predict with a small regression model."""
-    keras.utils.set_random_seed(0)
-    with strategy().scope():
-        inputs = keras.Input((4,))
-        hidden = layers.Dense(6, activation="tanh")(inputs)
-        model = keras.Model(inputs, layers.Dense(3)(hidden))
-        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-        model.compile(optimizer, "mse", metrics=["mae"])
-    x, y = regression(rows)
-    pairs = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
-    inputs = tf.data.Dataset.from_tensor_slices((x,)).batch(BATCH)
-    history = model.fit(pairs, shuffle=False, verbose=0)
-    return {
-        "history": history.history,
-        "metrics": model.evaluate(pairs, verbose=0),
-        "outputs": model.predict(inputs, verbose=0),
-        "expected_outputs": model(x).numpy(),
-        "weights": model.get_weights(),
-    }
-
-
 def build_two_heads() -> Any:
     """Dictionaries in and out, with dtypes that have no mean."""
     inputs = {
@@ -83,7 +57,7 @@ def build_two_heads() -> Any:
     return model
 
 
-def train_structures(rows: int = 16) -> dict[str, Any]:
+def train(rows: int = 16) -> dict[str, Any]:
     """Fit, evaluate and predict with dictionaries."""
     keras.utils.set_random_seed(0)
     with strategy().scope():
@@ -93,8 +67,11 @@ def train_structures(rows: int = 16) -> dict[str, Any]:
     history = model.fit(features, targets, shuffle=False, **sizes)
     return {
         "history": history.history,
-        "metrics": model.evaluate(features, targets, **sizes),
+        "metrics": model.evaluate(features, targets, return_dict=True, **sizes),
         "outputs": model.predict(features, **sizes),
+        "expected_outputs": tf.nest.map_structure(
+            np.array, model(tf.nest.map_structure(tf.constant, features))
+        ),
         "weights": model.get_weights(),
     }
 
@@ -148,6 +125,54 @@ def reductions() -> dict[str, Any]:
     return tf.nest.map_structure(np.asarray, found)
 
 
+def orders(apart: bool) -> dict[str, list[str]]:
+    """Return the control inputs of each print and lookup of two replicas.
+
+    Those of the first replica come first. Each replica prints in the forward
+    and backward pass, on a device of the user and in another scope, and looks
+    up a value in a table.
+    """
+    table = tf.lookup.StaticHashTable(
+        tf.lookup.KeyValueTensorInitializer([0, 1], [2, 3]), -1
+    )
+
+    @tf.custom_gradient
+    def loud(x: Any) -> Any:
+        def backwards(upstream: Any) -> Any:
+            tf.print("backwards")
+            return upstream
+
+        return x, backwards
+
+    def step(x: Any) -> Any:
+        if apart:
+            order_by_replica(strategy().extended.worker_devices)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = loud(x)
+        tf.print("first")
+        with tf.device("CPU:0"):
+            tf.print("placed")
+        with tf.name_scope("out/of/it/"):
+            tf.print("named")
+        return tape.gradient(y, x), table.lookup(tf.constant(0))
+
+    @tf.function
+    def run() -> Any:
+        return strategy().run(step, args=(tf.constant(1.0),))
+
+    operations = run.get_concrete_function().graph.get_operations()
+    found = {
+        operation.name: operation
+        for operation in operations
+        if operation.type in ("PrintV2", "LookupTableFindV2")
+    }
+    return {
+        name: [o.name for o in operation.control_inputs if o.name in found]
+        for name, operation in found.items()
+    }
+
+
 # --------------------------------------------------------------------- tests
 def assert_same_everywhere(workers: list[Any]) -> None:
     first, *others = map(tf.nest.flatten, workers)
@@ -156,16 +181,16 @@ def assert_same_everywhere(workers: list[Any]) -> None:
             np.testing.assert_array_equal(got, want)
 
 
-def test_equals_a_single_process(on_workers: Any) -> None:
-    workers = on_workers("two", train_structures)
-    assert_same_everywhere(workers)
-    assert_all_close(workers, train_structures())
-
-
 def assert_all_close(workers: list[Any], want: Any) -> None:
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)
     for worker in workers:
         tf.nest.map_structure(close, worker, want)
+
+
+def test_equals_a_single_process(on_workers: Any) -> None:
+    workers = on_workers("two", train)
+    assert_same_everywhere(workers)
+    assert_all_close(workers, train())
 
 
 def test_uneven_batches(on_workers: Any) -> None:
@@ -176,10 +201,10 @@ def test_uneven_batches(on_workers: Any) -> None:
     assert np.all(np.isfinite(first["history"]["loss"]))
     # Every row is predicted once and in order; metrics average over rows.
     want = first["expected_outputs"]
-    np.testing.assert_allclose(first["outputs"], want, rtol=1e-5, atol=1e-6)
-    _, y = regression(len(want))
-    metrics = [np.mean((want - y) ** 2), np.mean(np.abs(want - y))]
-    np.testing.assert_allclose(first["metrics"], metrics, rtol=1e-5)
+    assert_all_close([first["outputs"]], want)
+    _, targets = structures(13)
+    error = np.abs(want["number"] - targets["number"]).mean()
+    assert first["metrics"]["number_mae"] == pytest.approx(error, rel=1e-5)
 
 
 def test_reduce(on_workers: Any) -> None:
@@ -202,10 +227,10 @@ def test_repaired_stock_strategies(on_workers: Any) -> None:
     In separate clusters: a process can have one such strategy only.
     """
     stock = {"environment": {STOCK: "yes"}}
-    repaired = run(train_structures, 5, workers=2, **stock)
-    assert_same_everywhere(on_workers("two", train_structures, 5) + repaired)
-    mirrored = run(train_structures, workers=1, devices=2, **stock)
-    assert_all_close(mirrored, train_structures())
+    repaired = run(train, 5, workers=2, **stock)
+    assert_same_everywhere(on_workers("two", train, 5) + repaired)
+    mirrored = run(train, workers=1, devices=2, **stock)
+    assert_all_close(mirrored, train())
 
 
 def test_repair() -> None:
@@ -231,9 +256,8 @@ def test_without_config(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_repaired(strategy)
     assert repair(strategy).reduce is reduce
     with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-        model.compile("sgd", "mse")
-    history = model.fit(*regression(5), verbose=0)
+        model = build_two_heads()
+    history = model.fit(*structures(5), verbose=0)
     assert np.isfinite(history.history["loss"][0])
 
 
@@ -281,3 +305,26 @@ def test_keep_handler() -> None:
         assert seen == [signal.SIGUSR2]
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+@contract(
+    "compat.strategies.order_by_replica",
+    "Resolvers change the order of operations; the name scope or the device"
+    " tells the replica.",
+)
+@pytest.mark.parametrize(
+    "apart", [False, True], ids="mirrored: apart={}".format
+)
+def test_stateful_operations_are_ordered_per_replica(
+    on_workers: Any, apart: bool
+) -> None:
+    """Program order per replica; else one common order."""
+    (result,) = on_workers("mirrored", orders, apart)
+    names = list(result)
+    assert len(names) == 10, names
+    before = {after: [first] for first, after in itertools.pairwise(names)}
+    # Lookups of a table are ordered per table, except in replica 1.
+    del before[names[4]], before[names[5]]
+    if not apart:
+        before |= {names[5]: [names[3]], names[9]: [names[4]]}
+    assert result == {name: before.get(name, []) for name in names}

@@ -29,6 +29,7 @@ LOG_TAIL = 4000  # characters of each worker's log in an error message
 GRACE_S = 10.0  # for the other workers after one has failed
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tfkfac"])
+Call = str | Callable[..., Any]  # or "module:name"
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 
 
@@ -65,22 +66,10 @@ class ClusterError(AssertionError):
     """A worker failed, died or ran out of time; the message has the logs."""
 
 
-def target_of(function: str | Callable[..., Any]) -> str:
-    """Return "module:name" of a function."""
-    if isinstance(function, str):
-        return function
-    return f"{function.__module__}:{function.__name__}"
-
-
-def run(
-    function: str | Callable[..., Any],
-    *args: Any,
-    time_limit: float = TIME_LIMIT_S,
-    **shape: Any,
-) -> list[Any]:
+def run(function: Call, *args: Any, **shape: Any) -> list[Any]:
     """Call a function on every worker of a new cluster of a `Shape`."""
     with Cluster(Shape(**shape)) as cluster:
-        return cluster.run(function, *args, time_limit=time_limit)
+        return cluster.run(function, *args)
 
 
 class Pool:
@@ -95,11 +84,7 @@ class Pool:
         self._cluster: Cluster | None = None
 
     def run(
-        self,
-        shape: Shape,
-        function: str | Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
+        self, shape: Shape, function: Call, *args: Any, **kwargs: Any
     ) -> list[Any]:
         """Call a function on every worker; return the values by worker."""
         if self._cluster is None or self._cluster.shape != shape:
@@ -115,7 +100,6 @@ class Pool:
             raise
 
     def close(self) -> None:
-        """End the processes."""
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
@@ -189,35 +173,31 @@ class Cluster:
                 process.kill()  # if it has no group yet
                 process.join()
 
-    def run(
-        self,
-        function: str | Callable[..., Any],
-        *args: Any,
-        time_limit: float = TIME_LIMIT_S,
-        **kwargs: Any,
-    ) -> list[Any]:
+    def run(self, function: Call, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on every worker; return the values by worker."""
         begin = [self._log(worker).stat().st_size for worker in self._workers]
-        call = target_of(function), args, kwargs
+        if not isinstance(function, str):
+            function = f"{function.__module__}:{function.__name__}"
+        call = function, args, kwargs
         self._results = {}
         for connection in self._connections:
             with contextlib.suppress(OSError):  # `_wait` reports a dead worker
                 connection.send_bytes(pickle.dumps(call))
-        reason = self._wait(time_limit)
+        reason = self._wait()
         if reason is None:
             results = [self._results[worker] for worker in self._workers]
             if not any(result[1] for result in results):
                 return [result[0] for result in results]
             reason = "a worker raised"
         logs = map(self._log_tail, self._workers, begin)
-        raise ClusterError("\n".join([f"{call[0]}{args}: {reason}", *logs]))
+        raise ClusterError("\n".join([f"{function}{args}: {reason}", *logs]))
 
     def _log(self, index: int) -> pathlib.Path:
         return self._directory / f"worker{index}.log"
 
-    def _wait(self, time_limit: float) -> str | None:
+    def _wait(self) -> str | None:
         """Wait for all workers; return why some did not end, if so."""
-        end = time.monotonic() + time_limit
+        end = time.monotonic() + TIME_LIMIT_S
         deadline: float | None = None  # of the others after a failure
         reason = None
         while reason is None:
@@ -235,7 +215,7 @@ class Cluster:
                 process.join()
                 reason = f"worker {ended[0]} exited with {process.exitcode}"
             elif now > end:
-                reason = f"not finished after {time_limit:g} s"
+                reason = f"not finished after {TIME_LIMIT_S:g} s"
         for process in self._processes:  # the others write their stacks
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfkfac.training.job
-from tests.support.graphs import functions_of
+from tests.support.graphs import bodies_of, functions_of
 from tests.support.strategies import strategy
 from tfkfac.distributed.topology import Topology, find_topology
 
@@ -84,14 +84,6 @@ def graph_over_nccl(
 
 
 # ------------------------------------------------------------------ graphs
-def bodies_of(graph: tf.Graph) -> tuple[list[Any], Mapping[str, Any]]:
-    """Return the nodes of a graph and of its functions; functions by name."""
-    definition = graph.as_graph_def()
-    functions = {f.signature.name: f for f in definition.library.function}
-    nodes = [f.node_def for f in functions.values()]
-    return [definition.node, *nodes], functions
-
-
 def audit(graph: tf.Graph) -> dict[str, Any]:
     """Return pairs of collectives of a replica, and those without an order."""
     pairs, unordered = 0, []

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.support.harness import randomize
+from tests.support.harness import flat, randomize
 from tests.support.reference import Array
 
 ROWS = 7
@@ -118,10 +118,6 @@ def split(model: Any, vector: Array) -> list[Array]:
     ends = np.cumsum([np.prod(s, dtype=int) for s in shapes])[:-1]
     parts = np.split(vector, ends)
     return [p.reshape(s) for p, s in zip(parts, shapes, strict=True)]
-
-
-def flat(tensors: Any) -> Array:
-    return np.concatenate([np.ravel(np.asarray(t)) for t in tensors])
 
 
 def slope(model: Any, x: Any, y: Any, sample_weight: Any = None) -> Array:

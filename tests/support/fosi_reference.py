@@ -14,6 +14,7 @@ from keras import layers
 
 import tfkfac
 from tests.support.reference import BETAS, Array, Rule, adam, sgd  # noqa: F401
+from tests.support.small import loss
 
 FEATURES, HIDDEN, CLASSES, ROWS = 2, 2, 2, 12
 SIZE = FEATURES * HIDDEN + HIDDEN + HIDDEN * CLASSES + CLASSES
@@ -215,10 +216,6 @@ def data(rows: int = ROWS, seed: int = 4) -> tuple[Array, Array]:
     y = np.argmax(x[:, :CLASSES] + rng.normal(size=(rows, CLASSES)), axis=1)
     y[:CLASSES] = np.arange(CLASSES)
     return x.astype(keras.config.floatx()), y
-
-
-def loss() -> Any:
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def mlp(

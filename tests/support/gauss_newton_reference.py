@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tests.support.curvature_models import split
+from tests.support.harness import flat, weights_of
 from tests.support.reference import Array
 
 # Loss of flat weights; rows J and residuals r there. Up to a constant, the
@@ -93,17 +95,13 @@ class Reference:
 
 
 def set_flat(model: Any, weights: Array) -> None:
-    place = 0
-    for v in model.trainable_variables:
-        size = int(np.prod(v.shape))
-        v.assign(np.reshape(weights[place : place + size], v.shape))
-        place += size
+    values = split(model, weights)
+    for v, value in zip(model.trainable_variables, values, strict=True):
+        v.assign(value)
 
 
 def get_flat(model: Any) -> Array:
-    return np.concatenate(
-        [np.ravel(np.array(v, float)) for v in model.trainable_variables]
-    )
+    return flat(weights_of(model))
 
 
 def loss_of(model: Any, x: Any, y: Any, **kwargs: Any) -> Loss:
@@ -134,14 +132,14 @@ def outputs_and_jacobians(
             experimental_use_pfor=False,
         )
         rank = output.shape.rank
-        flat = [
+        blocks = [
             np.reshape(
                 tf.convert_to_tensor(p),
                 [*output.shape, int(np.prod(p.shape[rank:]))],
             )
             for p in parts
         ]
-        found.append((np.array(output, float), np.concatenate(flat, -1)))
+        found.append((np.array(output, float), np.concatenate(blocks, -1)))
     return found
 
 

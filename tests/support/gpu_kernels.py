@@ -6,11 +6,14 @@ can be asked without one.
 
 import collections
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework import kernels, op_def_registry
+
+from tests.support.graphs import bodies_of
 
 # The event reports, which are left out of what XLA compiles: strings live on
 # the host, and a step that is not compiled runs them there.
@@ -34,14 +37,11 @@ def without_gpu_kernel(graph: tf.Graph) -> set[str]:
 
 
 def nodes_of(graph: tf.Graph) -> Iterator[Any]:
-    definition = graph.as_graph_def()
-    names = {f.signature.name for f in definition.library.function}
-    bodies = [f.node_def for f in definition.library.function]
-    for body in [definition.node, *bodies]:
-        for node in body:
-            # A call of a function is its body.
-            if node.op not in names:
-                yield node
+    """Yield all operations, but no calls of functions."""
+    bodies, functions = bodies_of(graph)
+    for node in itertools.chain(*bodies):
+        if node.op not in functions:
+            yield node
 
 
 def described(node: Any) -> str:

@@ -1,7 +1,7 @@
 """What is in a graph, and what TensorFlow makes of it before it runs it."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,14 @@ def collectives(graph: Any) -> list[Collective]:
 
 def count_ops(graph: Any, names: Sequence[str]) -> int:
     return sum(node.op in names for _, node in walk(graph))
+
+
+def bodies_of(graph: tf.Graph) -> tuple[list[Any], Mapping[str, Any]]:
+    """Return the nodes of a graph and of its functions; functions by name."""
+    definition = graph.as_graph_def()
+    functions = {f.signature.name: f for f in definition.library.function}
+    nodes = [f.node_def for f in functions.values()]
+    return [definition.node, *nodes], functions
 
 
 def walk(graph: Any) -> Iterator[tuple[tuple[str, ...], Any]]:

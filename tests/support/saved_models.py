@@ -7,13 +7,7 @@ import keras
 from keras import layers
 
 from tests.support.options import kfac as options_kfac
-from tests.support.small import (
-    CLASSES,
-    FEATURES,
-    data,
-    loss,
-    mlp,
-)
+from tests.support.small import CLASSES, FEATURES, data, loss, mlp
 
 X, Y = data()
 

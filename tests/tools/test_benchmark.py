@@ -10,22 +10,6 @@ import pytest
 import benchmark
 
 
-@pytest.mark.parametrize(
-    "arguments,message",
-    [
-        (["--models", "M9"], "unknown model 'M9'"),
-        (["--variants", "fosi-lion"], "unknown variant 'fosi-lion'"),
-        (["--variants", "sgd@/no/such/folder"], "'/no/such/folder' is no"),
-        (["--variants", "sgd:=1"], "'=1' is not KEY=VALUE"),
-        (["--mixes", "10"], "'10' is not FACTOR,INVERSE"),
-    ],
-)
-def test_refused(arguments: list[str], message: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        benchmark.parse_arguments(arguments)
-    assert message in capsys.readouterr().err
-
-
 def test_parts_of_a_variant(tmp_path: pathlib.Path) -> None:
     text = f"kfac-eigen@{tmp_path}:damping=0.1:max_factor_dim=null:name=x"
     arguments = {"damping": 0.1, "max_factor_dim": None, "name": "x"}

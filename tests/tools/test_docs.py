@@ -53,20 +53,15 @@ WRITTEN = {"demo/", "docs/site"}  # by scripts
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
-def test_links_to_files(path: pathlib.Path) -> None:
-    """Those of Markdown, and the sources that MkDocs puts into pages."""
+def test_named_files_exist(path: pathlib.Path) -> None:
+    """In links of Markdown, and the sources that MkDocs puts into pages."""
     text = path.read_text()
     for link in re.findall(r"\]\(([^)#:]+)[^):]*\)", text):
         assert (path.parent / link).exists(), link
     assert "8 <" not in text, "ruff has formatted a snippet's mark"
     for source in re.findall(r'^(?:--8<--\s+"?)([\w./]+)', text, re.M):
         assert (ROOT / source).exists(), source
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
-def test_files_that_are_named_exist(path: pathlib.Path) -> None:
-    """In backticks: paths, and names of files anywhere in a folder."""
-    text = path.read_text()
+    # In backticks: paths, and names of files anywhere in a folder.
     for name in set(re.findall(r"`([\w.-]+/[\w./-]*)`", text)) - WRITTEN:
         if name.partition("/")[0] in FOLDERS:
             assert any((base / name).exists() for base in BASES), name

@@ -1,6 +1,5 @@
 """The tool that plans: its arguments, its tables, the papers' figures."""
 
-import argparse
 import dataclasses
 import itertools
 from typing import Any
@@ -28,55 +27,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(plan, "build", build)
-
-
-# ---------------------------------------------------------------- arguments
-@pytest.mark.parametrize(
-    ("text", "parse", "want"),
-    [
-        ("2.5e3Gflop/s", plan.flops, 2.5e12),
-        ("100Gbit", plan.bandwidth, 12.5e9),
-        ("12.5 GB/s", plan.bandwidth, 12.5e9),
-        ("5us", plan.latency, 5e-6),
-    ],
-)
-def test_units(text: str, parse: Any, want: float) -> None:
-    assert parse(text) == pytest.approx(want)
-
-
-@pytest.mark.parametrize(
-    ("text", "parse"),
-    [
-        ("-1", plan.flops),
-        ("nan", plan.flops),
-        ("0", plan.flops),
-        ("100G", plan.bandwidth),
-        ("5 apples", plan.latency),
-    ],
-)
-def test_hostile_units(text: str, parse: Any) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="received"):
-        parse(text)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "either MODEL or --papers"),
-        (["ResNet50", "--papers"], "either MODEL"),
-        (["ResNet50"], "--flops is needed"),
-        (["ResNet50", "--flops", "1T", "--workers", "2"], "--bandwidth is"),
-        (["ResNet50", "--flops", "lots"], "received 'lots'"),
-        (["ResNet50", "--intervals", "10"], "not FACTOR,INVERSE"),
-        (["Sequential", *CLUSTER], "MODEL must be of"),
-    ],
-)
-def test_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        plan.main(arguments)
-    assert message in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------- tables

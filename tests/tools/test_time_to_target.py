@@ -15,27 +15,6 @@ from targets.methods import keras_decay
 from targets.run import Run
 
 
-@pytest.mark.parametrize(
-    "arguments,message",
-    [
-        (["--problem", "gan"], "--problem must be of autoencoder, mlp"),
-        (["--size", "tiny", "--problem", "resnet20"], "received resnet20"),
-        (["--method", "lion"], "'lion' is none of sgd, adam"),
-        (["--rates", "-1"], "must be a number of at least 0; received '-1'"),
-        (["--data", "kmnist=/tmp"], "must be mnist or fashion_mnist, = and"),
-        (["--data", "mnist=/no/such"], "= and a directory; received"),
-        (["--optimizer", "lion.py:make"], "must be FILE.py:FUNCTION"),
-        (["--size", "tiny", "--search-size", "small"], "are not searched"),
-    ],
-)
-def test_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        time_to_target.parse_arguments(arguments)
-    assert message in capsys.readouterr().err
-
-
 class Trained:
     """What a study would train, with results that are made up."""
 

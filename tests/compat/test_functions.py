@@ -1,4 +1,4 @@
-"""Internals used by `shared_call`: functions that a graph calls."""
+"""Internals of `when`, `shared_call` and `shared`: functions in a graph."""
 
 import gc
 import weakref
@@ -7,13 +7,67 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from typing_extensions import override
 
 from tests.compat.contracts import contract
+from tests.support.graphs import called
 from tfkfac.compat import functions
-from tfkfac.compat.functions import shared_call, when
+from tfkfac.compat.functions import (
+    Member,
+    TraceKey,
+    shared,
+    shared_call,
+    when,
+)
 from tfkfac.compat.graphs import state_variable
 
+WHEN = "compat.functions.when"
 SHARED = "compat.functions.shared_call"
+
+
+# --------------------------------------------------------------- conditions
+@contract(WHEN, "A branch runs only if the predicate is true.")
+@pytest.mark.parametrize("how", ["eager", "graph", "xla"])
+def test_branches_run_if_the_predicate_is_true(how: str) -> None:
+    count = state_variable(0.0, "float32", "count")
+
+    def step(x: Any, wanted: Any) -> Any:
+        doubled = 2 * x
+        when(wanted, lambda: count.assign_add(doubled))
+        return count + 0.0
+
+    if how != "eager":
+        step = tf.function(step, autograph=False, jit_compile=how == "xla")
+    seen = [
+        float(step(tf.constant(x), tf.constant(wanted)))
+        for x, wanted in ((1.0, True), (2.0, False), (3.0, True))
+    ]
+    assert seen == [2, 2, 8]
+
+
+@contract(WHEN, "Nested branches, and calls in branches, run in order.")
+def test_branches_in_branches() -> None:
+    trail = state_variable(0, "int64", "trail")
+
+    def append(digit: int) -> None:
+        trail.assign(10 * trail + digit)
+
+    @tf.function(autograph=False)
+    def step(outer: Any, inner: Any) -> None:
+        def do() -> None:
+            append(1)
+            when(inner, lambda: append(2))
+            append(3)
+
+        when(outer, do)
+        append(4)
+
+    for outer, inner in ((True, True), (True, False), (False, True)):
+        step(tf.constant(outer), tf.constant(inner))
+    assert int(trail.numpy()) == 1234_134_4
+
+
+# -------------------------------------------------------------- shared calls
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -139,23 +193,64 @@ def test_errors_in_shared_calls_name_the_call() -> None:
     assert "first/" not in str(error.value)
 
 
-@contract(
-    SHARED, "A called function does not keep the graph of its caller alive."
-)
-def test_shared_calls_end_with_their_graph() -> None:
+@contract(SHARED, "Traced functions and branches end with their graph.")
+def test_functions_are_freed() -> None:
     def use() -> list[Any]:
         def plus_one(x: Any) -> Any:
             return x + 1.0
 
+        def add() -> None:
+            shared_call("one", plus_one, tf.constant(1.0))
+
         @tf.function(autograph=False)
-        def step(x: Any) -> Any:
-            return tf.cond(
-                x > 0, lambda: shared_call("one", plus_one, x), lambda: x
-            )
+        def step(x: Any) -> None:
+            when(x > 0, add)
 
         graph = step.get_concrete_function(tf.constant(1.0)).graph
-        return [weakref.ref(graph), weakref.ref(plus_one)]
+        return [weakref.ref(x) for x in (graph, add, plus_one)]
 
     alive = use()
     gc.collect()
-    assert [reference() for reference in alive] == [None, None]
+    assert [reference() for reference in alive] == [None] * 3
+
+
+class Total(Member):
+    """A sum to which `more` is added in each call."""
+
+    held = ("total",)
+
+    def __init__(self, start: float, more: float) -> None:
+        super().__init__()
+        self.total = tf.Variable(start)
+        self.more = more
+
+    @property
+    @override
+    def key(self) -> TraceKey:
+        return TraceKey(self.more)
+
+    @shared
+    def add(self, number: Any, times: int) -> Any:
+        new = self.total.assign_add(times * number + self.more)
+        return tf.identity(new), new > 20
+
+
+def test_methods_of_members_write_their_variables() -> None:
+    """Two keys and two constants: four traces for 32 objects."""
+    states = [Total(float(i), float(i % 2)) for i in range(32)]
+
+    @tf.function(autograph=False)
+    def step() -> Any:
+        return [
+            s.add(tf.constant(5.0), 2 + i % 4 // 2)
+            for i, s in enumerate(states)
+        ]
+
+    want = [i + 5.0 * (2 + i % 4 // 2) + i % 2 for i in range(32)]
+    results = step()
+    assert [float(new) for new, _ in results] == want
+    assert [float(state.total) for state in states] == want
+    assert [bool(large) for _, large in results] == [x > 20 for x in want]
+    graph = step.get_concrete_function().graph.as_graph_def()
+    assert sum(called(node) is not None for node in graph.node) == 32
+    assert len(graph.library.function) == 4
