@@ -57,7 +57,15 @@ def pod(monkeypatch: pytest.MonkeyPatch) -> None:
 
 GIVEN = {"coordinator": "first:1", "process_id": 2}
 WHOLE = GIVEN | {"num_processes": 3}
-MPICH_IN_SLURM = SLURM | {"PMI_RANK": "1", "PMI_SIZE": "6"}
+
+
+AGENT_OF_ANY_JOB = AGENT | {"TORCHELASTIC_RUN_ID": "none"}
+OPEN_MPI_12 = OPEN_MPI | {ADDRESS: "host0:1", "PMIX_NAMESPACE": "12"}
+SAGEMAKER_12 = SAGEMAKER | OPEN_MPI | {"PMIX_NAMESPACE": "12"}
+# Launchers inside of other launchers.
+TORCHRUN_IN_SLURM = SLURM | TORCHRUN | {"TORCHELASTIC_RUN_ID": "run"}
+MPICH_IN_SLURM = SLURM | {"PMI_RANK": "1", "PMI_SIZE": "6", ADDRESS: "host0:1"}
+KERAS_IN_KUBERNETES = KUBERNETES | {ADDRESS: "host0", f"{KERAS}PROCESS_ID": "2"}
 
 
 @pytest.mark.parametrize(
@@ -66,85 +74,37 @@ MPICH_IN_SLURM = SLURM | {"PMI_RANK": "1", "PMI_SIZE": "6"}
         (TORCHRUN, {}, unknown("host0:29500", 1), "torchrun (RANK=1, WOR", ""),
         # The store of torchrun listens at the port; the default of its
         # identity is equal in all jobs.
-        (
-            AGENT | {"TORCHELASTIC_RUN_ID": "none"},
-            {},
-            unknown("host0:29501", 1),
-            "torchrun",
-            "",
-        ),
-        (
-            OPEN_MPI | {ADDRESS: "host0:1", "PMIX_NAMESPACE": "12"},
-            {},
-            unknown("host0:1", 2),
-            "Open MPI",
-            "Open MPI 12",
-        ),
-        (
-            SAGEMAKER | OPEN_MPI | {"PMIX_NAMESPACE": "12"},
-            {},
-            unknown("algo-1:61000", 2),
-            "SageMaker (OMPI_COMM_WORLD_RANK=2",
-            "SageMaker 12",
-        ),
-        (
-            SAGEMAKER | {"SM_CURRENT_HOST": "algo-2"},
-            {},
-            unknown("algo-1:61000", 1),
-            "SageMaker",
-            "",
-        ),
-        (SAGEMAKER | {"SM_HOSTS": '["algo-1"]'}, {}, None, "SageMaker", ""),
+        (AGENT_OF_ANY_JOB, {}, unknown("host0:29501", 1), "torchrun", ""),
+        (OPEN_MPI_12, {}, unknown("host0:1", 2), "Open MPI", "Open MPI 12"),
+        (SAGEMAKER_12, {}, unknown("algo-1:61000", 2),
+         "SageMaker (OMPI_COMM_WORLD_RANK=2", "SageMaker 12"),
+        (SAGEMAKER | {"SM_CURRENT_HOST": "algo-2"}, {},
+         unknown("algo-1:61000", 1), "SageMaker", ""),
         (SLURM, {}, unknown("gpu07:61092", 1), "Slurm (SLURM_PR", "Slurm 7.0"),
         (MPICH | {ADDRESS: "h"}, {}, unknown("h:61000", 1), "and MPICH", ""),
-        (
-            KUBERNETES,
-            {},
-            unknown(f"{POD.replace('-1', '-0')}:61000", 1),
-            "Kubernetes (JOB_COMPLETION_INDEX=1",
-            "",
-        ),
+        (KUBERNETES, {}, unknown(f"{POD.replace('-1', '-0')}:61000", 1),
+         "Kubernetes (JOB_COMPLETION_INDEX=1", ""),
         (ALL, {}, Cluster(("host0:1", "host1:2", "host2:61000"), 2), "Ker", ""),
-        # A launcher inside of another launcher.
-        (
-            SLURM | TORCHRUN | {"TORCHELASTIC_RUN_ID": "run"},
-            {},
-            unknown("host0:29500", 1),
-            "torchrun",
-            "torchrun run",
-        ),
-        (
-            MPICH_IN_SLURM | {ADDRESS: "host0:1"},
-            {},
-            Cluster(("host0:1", *[""] * 5), 1),
-            "MPICH",
-            "MPICH 7",
-        ),
+        (TORCHRUN_IN_SLURM, {}, unknown("host0:29500", 1), "torchrun",
+         "torchrun run"),
+        (MPICH_IN_SLURM, {}, Cluster(("host0:1", *[""] * 5), 1), "MPICH",
+         "MPICH 7"),
         # Keras' variables replace those of each launcher, arguments all.
-        (
-            KUBERNETES | {ADDRESS: "host0", f"{KERAS}PROCESS_ID": "2"},
-            {},
-            unknown("host0:61000", 2),
-            "Keras",
-            "",
-        ),
+        (KERAS_IN_KUBERNETES, {}, unknown("host0:61000", 2), "Keras", ""),
         (SLURM, GIVEN, unknown("first:1", 2), "id=2) and Slurm", "Slurm 7.0"),
         # Started by the user, perhaps each in its own Slurm step.
         (SLURM, WHOLE, unknown("first:1", 2), "arguments (coordinator=fi", ""),
+        # Single processes.
         ({}, {}, None, "no launcher", ""),
         (BATCH, {}, None, "Slurm without srun", ""),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, {}, None, "Slurm", ""),
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, {}, None, "Open MPI", ""),
+        (SAGEMAKER | {"SM_HOSTS": '["algo-1"]'}, {}, None, "SageMaker", ""),
         # The pods may be independent jobs.
-        (
-            {"JOB_COMPLETION_INDEX": "1"},
-            {},
-            None,
-            f"without {KERAS}NUM_PROCESSES",
-            "",
-        ),
+        ({"JOB_COMPLETION_INDEX": "1"}, {}, None,
+         f"without {KERAS}NUM_PROCESSES", ""),
     ],
-)
+)  # fmt: skip
 def test_find_cluster(
     environment: dict[str, str],
     given: dict[str, Any],

@@ -24,6 +24,7 @@ batch_norm = partial(partial, layers.BatchNormalization)
 layer_norm = partial(partial, layers.LayerNormalization)
 group_norm = partial(partial, layers.GroupNormalization)
 SAME: dict[str, Any] = {"padding": "same"}
+CAUSAL: dict[str, Any] = {"padding": "causal"}
 NO_BIAS: dict[str, Any] = {"use_bias": False}
 
 
@@ -40,42 +41,26 @@ DENSE: dict[str, Case] = {
 }
 
 CONV: dict[str, Case] = {
-    "conv1d_causal_dilated": (
-        conv1d(2, 3, padding="causal", dilation_rate=2),
-        (8, 3),
-    ),
-    "conv1d_causal_strided": (
-        conv1d(2, 3, padding="causal", strides=2),
-        (7, 2),
-    ),
+    "conv1d_causal_dilated": (conv1d(2, 3, dilation_rate=2, **CAUSAL), (8, 3)),
+    "conv1d_causal_strided": (conv1d(2, 3, strides=2, **CAUSAL), (7, 2)),
     "conv2d_same_odd": (conv2d(3, 3, activation="tanh", **SAME), (4, 5, 2)),
-    "conv2d_same_even_strided": (
-        conv2d(2, (2, 4), strides=2, **SAME),
-        (5, 6, 2),
-    ),
-    "conv2d_same_strides_differ": (
-        conv2d(2, 3, strides=(2, 1), **SAME, **NO_BIAS),
-        (6, 4, 2),
-    ),
-    "conv2d_valid_strides_leave_rest": (
-        conv2d(2, (3, 2), strides=(3, 2)),
-        (8, 7, 1),
-    ),
+    "conv2d_same_even_strided":
+        (conv2d(2, (2, 4), strides=2, **SAME), (5, 6, 2)),
+    "conv2d_same_strides_differ":
+        (conv2d(2, 3, strides=(2, 1), **SAME, **NO_BIAS), (6, 4, 2)),
+    "conv2d_valid_strides_leave_rest":
+        (conv2d(2, (3, 2), strides=(3, 2)), (8, 7, 1)),
     "conv2d_strides_skip_input": (conv2d(3, 1, strides=3, **SAME), (7, 5, 2)),
-    "conv2d_dilated_same": (
-        conv2d(2, 3, dilation_rate=(2, 1), **SAME),
-        (6, 5, 2),
-    ),
+    "conv2d_dilated_same":
+        (conv2d(2, 3, dilation_rate=(2, 1), **SAME), (6, 5, 2)),
     "conv2d_kernel_wider_than_input": (conv2d(2, 5, **SAME), (3, 2, 1)),
     # Large enough for A by correlations, see `blocks/patches.py`.
     "conv2d_correlated": (conv2d(2, 3, **SAME), (14, 14, 4)),
     "conv2d_1x1": (conv2d(3, 1), (3, 3, 4)),
-    "conv3d_same": (
-        conv3d(2, (2, 3, 1), strides=(1, 2, 2), **SAME),
-        (3, 4, 3, 2),
-    ),
+    "conv3d_same":
+        (conv3d(2, (2, 3, 1), strides=(1, 2, 2), **SAME), (3, 4, 3, 2)),
     "conv3d_valid": (conv3d(2, 2, **NO_BIAS), (3, 3, 2, 1)),
-}
+}  # fmt: skip
 
 GROUPED: dict[str, Case] = {
     "conv1d_groups": (conv1d(4, 2, groups=2, **SAME), (5, 4)),
@@ -90,58 +75,40 @@ GROUPED: dict[str, Case] = {
 }
 
 TRANSPOSED: dict[str, Case] = {
-    "transposed1d_same_strided": (
-        transposed1d(2, 3, strides=2, activation="tanh", **SAME),
-        (4, 3),
-    ),
+    "transposed1d_same_strided":
+        (transposed1d(2, 3, strides=2, activation="tanh", **SAME), (4, 3)),
     "transposed2d_overlap": (transposed2d(2, (3, 2), strides=2), (3, 4, 2)),
     "transposed2d_same_output_padding": (
-        transposed2d(
-            2,
-            (3, 4),
-            strides=(3, 2),
-            output_padding=(2, 1),
-            activation="relu",
-            **SAME,
-        ),
+        transposed2d(2, (3, 4), strides=(3, 2), output_padding=(2, 1),
+                     activation="relu", **SAME),
         (3, 2, 3),
     ),
-    "transposed2d_gaps": (
-        transposed2d(2, 2, strides=3, output_padding=1),
-        (2, 3, 2),
-    ),
+    "transposed2d_gaps":
+        (transposed2d(2, 2, strides=3, output_padding=1), (2, 3, 2)),
     "transposed2d_no_bias": (transposed2d(2, 3, **NO_BIAS), (3, 3, 1)),
-    "transposed2d_one_position": (
-        transposed2d(2, 3, activation="tanh"),
-        (1, 1, 3),
-    ),
+    "transposed2d_one_position":
+        (transposed2d(2, 3, activation="tanh"), (1, 1, 3)),
     "transposed3d": (
         partial(layers.Conv3DTranspose, 2, (2, 1, 3), strides=(1, 2, 2)),
         (2, 3, 2, 2),
     ),
-}
+}  # fmt: skip
 
 EINSUM: dict[str, Case] = {
     "einsum_sequence": (einsum("abc,cd->abd", (None, 2), "d"), (3, 4)),
     "einsum_ellipsis": (einsum("...x,xy->...y", 3, "y"), (2, 3, 4)),
     "einsum_heads": (einsum("abc,cde->abde", (None, 2, 3), "de"), (3, 4)),
     "einsum_join_heads": (einsum("abcd,cde->abe", (None, 4), "e"), (3, 2, 3)),
-    "einsum_mixed_kernel_order": (
-        einsum("abc,ecd->abde", (None, 2, 3), "de"),
-        (2, 4),
-    ),
+    "einsum_mixed_kernel_order":
+        (einsum("abc,ecd->abde", (None, 2, 3), "de"), (2, 4)),
     "einsum_moved_output": (einsum("abc,cd->adb", (2, None)), (3, 4)),
     "einsum_mixes_positions": (einsum("abc,bd->adc", (2, None)), (3, 4)),
     "einsum_groups": (einsum("abc,bcd->abd", (2, 3), "bd"), (2, 4)),
-    "einsum_groups_shared": (
-        einsum("abcd,cde->abce", (None, 3, 2), "ce"),
-        (2, 3, 4),
-    ),
-    "einsum_two_group_labels": (
-        einsum("abcd,bcde->abce", (2, 3, 2)),
-        (2, 3, 2),
-    ),
-}
+    "einsum_groups_shared":
+        (einsum("abcd,cde->abce", (None, 3, 2), "ce"), (2, 3, 4)),
+    "einsum_two_group_labels":
+        (einsum("abcd,bcde->abce", (2, 3, 2)), (2, 3, 2)),
+}  # fmt: skip
 
 EMBEDDING: dict[str, Case] = {
     "embedding_token": (embedding(6, 3), ()),
