@@ -6,9 +6,9 @@ import itertools
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -88,9 +88,8 @@ def test_all_workers_receive_all_messages_in_one_order(workers: Any) -> None:
             if (channel.index, number) == (2, 50):
                 channel.broadcast({"question": True})
 
-    threads = [threading.Thread(target=send, args=(c,)) for c, _ in workers]
-    for thread in threads:
-        thread.start()
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(send, [channel for channel, _ in workers]))
     messages = [recorder.wait(304) for _, recorder in workers]
     assert messages[0] == messages[1] == messages[2]
     for sender in range(3):

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -92,6 +93,7 @@ MALFORMED = [
     b"[" * 60_000,
     b'{"a":' * 10_000 + b"1" + b"}" * 10_000,
     b"1" * 5000,
+    b"x" * 2**20,
     b"[]",
     b'{"worker": NaN}',
     b"{}",
@@ -120,21 +122,15 @@ def test_malformed_greetings_are_dropped_and_reported(
 ) -> None:
     with waiting_worker_0(addresses):
         for text in MALFORMED:
-            connect(addresses).sendall(text + b"\n")
+            with contextlib.suppress(OSError):  # an endless line
+                connect(addresses).sendall(text + b"\n")
         lines = lines_until(capsys, "worker 0 has dropped", len(MALFORMED))
     assert len(lines) == len(MALFORMED)
     for line in lines:
         assert "dropped a connection from 127.0.0.1 port " in line
         assert line.isprintable() and len(line) < 300
     assert any(r"'\xff\x00\x9f\x1b[31m'" in line for line in lines)
-
-
-def test_an_endless_line_is_dropped(addresses: Any, capsys: Any) -> None:
-    with waiting_worker_0(addresses), connect(addresses) as peer:
-        with contextlib.suppress(OSError):
-            peer.sendall(b"x" * 2**20)
-        (line,) = lines_until(capsys, "dropped")
-        assert "more than" in line
+    assert sum("more than" in line for line in lines) == 1
 
 
 # ---------------------------------------------------------- peers that are slow
@@ -281,17 +277,10 @@ def test_the_connections_stay_open_for_the_job(
 ) -> None:
     """With long messages, and MACs if there is a secret."""
     monkeypatch.setenv("TFKFAC_SECRET", secret)
-    results: dict[int, Any] = {}
-
-    def run(index: int) -> None:
-        results[index] = wait_for_all(Cluster(addresses, index), LIMIT_S)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    connections = results[0].connections[1], results[1].connections[0]
+    clusters = [Cluster(addresses, index) for index in (0, 1)]
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(wait_for_all, clusters, [LIMIT_S] * 2)
+    connections = first.connections[1], second.connections[0]
     for sender, receiver in (connections, connections[::-1]):
         for number in range(2):
             message = {"number": number, "text": "x" * 200_000}

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,9 +28,8 @@ def test_all_workers_stop_after_the_same_batch(seed: int) -> None:
     """A barrier in each batch stands for a synchronous training step."""
     size = 2 + 2 * seed
     step = threading.Barrier(size, timeout=LIMIT_S)
-    ends: list[int | None] = [None] * size
 
-    def train(stopping: Stopping, index: int) -> None:
+    def train(stopping: Stopping, index: int) -> int:
         chance = random.Random(seed + 100 * index)
         for batch in range(1, 200):
             step.wait()
@@ -37,19 +37,14 @@ def test_all_workers_stop_after_the_same_batch(seed: int) -> None:
             if batch == 20 + seed and index in (seed % size, size - 1):
                 stopping.request()
             if stopping.end_batch():
-                ends[index] = batch
-                return
+                return batch
+        raise AssertionError("no end")
 
-    with connected_workers(size, Stopping) as workers:
-        threads = [
-            threading.Thread(target=train, args=(stopping, i))
-            for i, (_, stopping) in enumerate(workers)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LIMIT_S)
-    assert ends[0] is not None
+    with (
+        connected_workers(size, Stopping) as workers,
+        ThreadPoolExecutor(size) as threads,
+    ):
+        ends = [*threads.map(train, [s for _, s in workers], range(size))]
     assert ends[0] >= 20 + seed
     assert ends == [ends[0]] * size
 

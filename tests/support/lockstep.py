@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -12,17 +13,17 @@ PATIENCE = 30.0  # seconds that a thread waits for the others
 
 
 class Meeting:
-    """Where threads swap values."""
+    """Where threads exchange values."""
 
     def __init__(self, workers: int) -> None:
         self.barrier = threading.Barrier(workers, timeout=PATIENCE)
-        self.slots: list[Any] = [None] * workers
+        self._values: list[Any] = [None] * workers
 
     def swap(self, rank: int, value: Any) -> list[Any]:
-        """The values of all, by rank."""
-        self.slots[rank] = value
+        """Return the values of all threads, by rank."""
+        self._values[rank] = value
         self.barrier.wait()
-        values = list(self.slots)
+        values = list(self._values)
         self.barrier.wait()
         return values
 
@@ -104,25 +105,20 @@ def run_together(
         By rank, what it returned and the number of elements received.
     """
     meeting = Meeting(workers)
-    results: list[Any] = [None] * workers
-    errors: list[BaseException] = []
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> tuple[T, float]:
         group = Lockstep(rank, workers, meeting)
         try:
-            results[rank] = function(group), group.received
-        except BaseException as error:
-            errors.append(error)
-            meeting.barrier.abort()
+            return function(group), group.received
+        except BaseException:
+            meeting.barrier.abort()  # the other threads fail, too
+            raise
 
-    threads = [threading.Thread(target=work, args=[i]) for i in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    causes = [
-        e for e in errors if not isinstance(e, threading.BrokenBarrierError)
-    ]
-    for error in causes + errors:
-        raise error
-    return results
+    with ThreadPoolExecutor(workers) as threads:
+        futures = [threads.submit(work, rank) for rank in range(workers)]
+    errors = [error for f in futures if (error := f.exception())]
+    # The first cause comes last.
+    errors.sort(key=lambda e: not isinstance(e, threading.BrokenBarrierError))
+    if errors:
+        raise errors[-1]
+    return [future.result() for future in futures]
