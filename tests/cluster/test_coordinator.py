@@ -134,42 +134,47 @@ def test_malformed_greetings_are_dropped_and_reported(
 
 
 # ---------------------------------------------------------- peers that are slow
-def drip(peers: Sequence[socket.socket], done: threading.Event) -> None:
+@contextlib.contextmanager
+def dripping(peers: Sequence[socket.socket]) -> Iterator[None]:
     """Send a byte on each connection repeatedly."""
-    while not done.wait(0.05):
-        for peer in peers:
-            with contextlib.suppress(OSError):
-                peer.sendall(b" ")
+    done = threading.Event()
+
+    def drip() -> None:
+        while not done.wait(0.05):
+            for peer in peers:
+                with contextlib.suppress(OSError):
+                    peer.sendall(b" ")
+
+    threading.Thread(target=drip).start()
+    yield
+    done.set()
 
 
 def test_slow_connections_do_not_delay_the_start(addresses: Any) -> None:
     """`waiting_worker_0` limits the time; half of the peers are silent."""
-    done = threading.Event()
     with contextlib.ExitStack() as stack, waiting_worker_0(addresses):
-        stack.callback(done.set)
         peers = [stack.enter_context(connect(addresses)) for _ in range(40)]
-        threading.Thread(target=drip, args=(peers[::2], done)).start()
+        stack.enter_context(dripping(peers[::2]))
 
 
 def test_a_greeting_has_a_deadline(
     addresses: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(waiting, "TIMEOUT_S", 0.5)
-    done = threading.Event()
-    with waiting_worker_0(addresses), connect(addresses) as peer:
-        threading.Thread(target=drip, args=([peer], done)).start()
+    with (
+        waiting_worker_0(addresses),
+        connect(addresses) as peer,
+        dripping([peer]),
+    ):
         lines = lines_until(capsys, "dropped")
-        done.set()
     assert "no greeting within 0.5 s" in lines[0]
 
 
 def test_slow_peers_do_not_extend_the_wait(addresses: Any) -> None:
-    workers, done = Workers(), threading.Event()
+    workers = Workers()
     workers.join(addresses, 0, timeout=0.5)
-    peers = [connect(addresses) for _ in range(3)]
-    threading.Thread(target=drip, args=(peers, done)).start()
-    assert isinstance(workers.wait_for(0, 2.0), TimeoutError)
-    done.set()
+    with dripping([connect(addresses) for _ in range(3)]):
+        assert isinstance(workers.wait_for(0, 2.0), TimeoutError)
 
 
 def test_beyond_the_limit_the_oldest_connection_is_dropped(

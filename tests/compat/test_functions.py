@@ -1,7 +1,5 @@
 """Internals of `when`, `shared_call` and `shared`: functions in a graph."""
 
-import gc
-import weakref
 from typing import Any
 
 import numpy as np
@@ -191,27 +189,6 @@ def test_errors_in_shared_calls_name_the_call() -> None:
         step(tf.constant(3.0))
     assert "second/Call" in str(error.value)
     assert "first/" not in str(error.value)
-
-
-@contract(SHARED, "Traced functions and branches end with their graph.")
-def test_functions_are_freed() -> None:
-    def use() -> list[Any]:
-        def plus_one(x: Any) -> Any:
-            return x + 1.0
-
-        def add() -> None:
-            shared_call("one", plus_one, tf.constant(1.0))
-
-        @tf.function(autograph=False)
-        def step(x: Any) -> None:
-            when(x > 0, add)
-
-        graph = step.get_concrete_function(tf.constant(1.0)).graph
-        return [weakref.ref(x) for x in (graph, add, plus_one)]
-
-    alive = use()
-    gc.collect()
-    assert [reference() for reference in alive] == [None] * 3
 
 
 class Total(Member):

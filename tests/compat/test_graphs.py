@@ -15,7 +15,6 @@ from tfkfac.compat.graphs import (
     Tracked,
     copied_rows,
     has_effects,
-    in_current_graph,
     in_xla,
     is_constant_to_tapes,
     kept_variables,
@@ -172,27 +171,6 @@ def test_a_failed_map_restores_the_variable_scope() -> None:
         mapped(tf.ones([3, 2]))
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
         assert tf.Variable(1.0).numpy() == 1.0
-
-
-def test_tensors_of_outer_graphs() -> None:
-    """Tensors of the current graph are not copied."""
-
-    @tf.function(autograph=False)
-    def step(x: Any) -> Any:
-        inside = tf.constant(2.0)
-        assert in_current_graph(inside) is inside
-
-        def branch() -> Any:
-            local = in_current_graph(x)
-            assert local is not x
-            assert local.graph is tf.compat.v1.get_default_graph()
-            return local
-
-        return tf.cond(x > 0, branch, lambda: inside)
-
-    x = tf.constant(3.0)
-    assert float(step(x)) == 3
-    assert in_current_graph(x) is x
 
 
 # ------------------------------------------------------ rows and variables
