@@ -56,12 +56,10 @@ def connect(addresses: Sequence[str]) -> socket.socket:
 
 
 @contextlib.contextmanager
-def waiting_worker_0(
-    addresses: Sequence[str], timeout: float = LIMIT_S
-) -> Iterator[Workers]:
+def waiting_worker_0(addresses: Sequence[str]) -> Iterator[Workers]:
     """Run worker 0 in a thread; on exit, worker 1 must join in time."""
     workers = Workers()
-    workers.join(addresses, 0, timeout=timeout)
+    workers.join(addresses, 0)
     yield workers
     start = time.monotonic()
     workers.join(addresses, 1)

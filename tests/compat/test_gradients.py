@@ -129,3 +129,17 @@ def test_layers_call_synchronized_moments() -> None:
             np.testing.assert_allclose(layer(x, training=True), want, atol=1e-5)
         layer(x, training=True)
     assert summed == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "axes", "keepdims"),
+    [("float64", [0], False), ("float16", [0, 1], True)],
+)
+def test_values_of_moments(dtype: str, axes: Any, keepdims: bool) -> None:
+    x = tf.constant(X, dtype)
+    expected = tf.nn.moments(x, axes, keepdims=keepdims)
+    with exact_second_derivatives(tf.identity):
+        result = tf.nn.moments(x, axes, keepdims=keepdims)
+    for value, want in zip(result, expected, strict=True):
+        assert (value.dtype, value.shape) == (want.dtype, want.shape)
+        np.testing.assert_allclose(value, want, atol=2e-3)

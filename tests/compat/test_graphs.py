@@ -15,6 +15,7 @@ from tfkfac.compat.graphs import (
     Tracked,
     copied_rows,
     has_effects,
+    in_current_graph,
     in_xla,
     is_constant_to_tapes,
     kept_variables,
@@ -171,6 +172,24 @@ def test_a_failed_map_restores_the_variable_scope() -> None:
         mapped(tf.ones([3, 2]))
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
         assert tf.Variable(1.0).numpy() == 1.0
+
+
+def test_tensors_of_outer_graphs() -> None:
+    """Tensors of the current graph are not copied."""
+
+    @tf.function(autograph=False)
+    def step(x: Any) -> Any:
+        def branch() -> Any:
+            local = in_current_graph(x)
+            assert local is not x
+            assert in_current_graph(local) is local
+            return local
+
+        return tf.cond(x > 0, branch, lambda: x)
+
+    x = tf.constant(3.0)
+    assert float(step(x)) == 3
+    assert in_current_graph(x) is x
 
 
 # ------------------------------------------------------ rows and variables

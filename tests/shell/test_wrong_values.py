@@ -78,10 +78,7 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
         "max_factor_dim": or_none(COUNT),
         "skip_layers": ("layer names, regular expressions or", ("x",)),
         "only_layers": ("layer names, regular expressions or", (None, "x")),
-        "gradient_accumulation_steps": (
-            "an integer of at least 2",
-            (None, 2),
-        ),
+        "gradient_accumulation_steps": ("an integer of at least 2", (None, 2)),
         "max_skipped_steps": or_none(COUNT),
         "rest_optimizer": or_none((INNER, ("adam", "inner"))),
         "gradient_worker_fraction": or_none(PART_OF_ONE),

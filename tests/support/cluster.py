@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Self
+from typing import Any
 
 from tests.support.ports import address, claim_ports
 from tests.support.worker_process import main
@@ -72,15 +72,11 @@ def run(function: Call, *args: Any, **shape: Any) -> list[Any]:
         return cluster.run(function, *args)
 
 
-class Pool:
-    """The cluster of the last call, replaced if broken or of another shape.
-
-    Args:
-        startup: Function that every worker of a new cluster calls first.
-    """
+class Pool(contextlib.AbstractContextManager["Pool"]):
+    """The cluster of the last call, replaced if broken or of another shape."""
 
     def __init__(self, startup: Callable[[], None] | None = None) -> None:
-        self._startup = startup
+        self._startup = startup  # the first call of every new cluster
         self._cluster: Cluster | None = None
 
     def run(
@@ -104,14 +100,11 @@ class Pool:
             self._cluster.close()
             self._cluster = None
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
 
-class Cluster:
+class Cluster(contextlib.AbstractContextManager["Cluster"]):
     """Processes that run one function after the other.
 
     Each process is a fork of a server that has imported tfkfac, because the
@@ -150,9 +143,6 @@ class Cluster:
         worker_end.close()
         self._connections.append(parent_end)
         self._processes.append(process)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

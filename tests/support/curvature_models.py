@@ -1,6 +1,7 @@
 """Small models with many layers, and Hessians by finite differences."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
@@ -48,34 +49,27 @@ IMAGE, SERIES, TEXT = (5, 4, 2), (4, 3), (6,)
 ZOO: Zoo = {
     "tanh": (dense("tanh"), (3,)),
     "softmax": (dense("softmax"), (3,)),
-    "conv_strides": (
-        one(layers.Conv2D, 2, 3, strides=2, padding="same"),
-        IMAGE,
-    ),
+    "conv_strides":
+        (one(layers.Conv2D, 2, 3, strides=2, padding="same"), IMAGE),
     "conv_groups": (one(layers.Conv2D, 4, 2, groups=2), IMAGE),
     "max_pooling": (convolved(layers.MaxPooling2D), IMAGE),
     "batch": (convolved(layers.BatchNormalization), IMAGE),
     "batch_synchronized": (
-        convolved(lambda: layers.BatchNormalization(synchronized=True)),
-        IMAGE,
+        convolved(partial(layers.BatchNormalization, synchronized=True)), IMAGE
     ),
     "layer": (projected(layers.LayerNormalization), SERIES),
-    "layer_two_axes": (
-        projected(lambda: layers.LayerNormalization(axis=(-2, -1))),
-        SERIES,
-    ),
+    "layer_two_axes":
+        (projected(partial(layers.LayerNormalization, axis=(-2, -1))), SERIES),
     "attention": (lambda h: layers.MultiHeadAttention(2, 2)(h, h), SERIES),
     "lstm": (one(layers.LSTM, 2, return_sequences=True), SERIES),
     "simple_rnn": (one(layers.SimpleRNN, 2), SERIES),
-    "masked_rnn": (tokens(lambda: layers.SimpleRNN(2), mask_zero=True), TEXT),
+    "masked_rnn": (tokens(partial(layers.SimpleRNN, 2), mask_zero=True), TEXT),
     "embedding": (tokens(layers.GlobalAveragePooling1D), TEXT),
-    "dropout": (projected(lambda: layers.Dropout(0.4)), SERIES),
-    "kernel_regularizer": (
-        dense("tanh", kernel_regularizer=keras.regularizers.L2(0.3)),
-        (3,),
-    ),
+    "dropout": (projected(partial(layers.Dropout, 0.4)), SERIES),
+    "kernel_regularizer":
+        (dense("tanh", kernel_regularizer=keras.regularizers.L2(0.3)), (3,)),
     "add_loss": (projected(Penalty), (3,)),
-}
+}  # fmt: skip
 
 
 def network(body: Callable[[Any], Any], shape: tuple[int, ...]) -> Any:

@@ -24,19 +24,12 @@ WEAK = 1e-3  # share of the largest curvature
 # ------------------------------------------------------------- the loss
 @dataclasses.dataclass
 class Network:
-    """Mean cross-entropy of a batch, as a function of the weights.
-
-    Attributes:
-        x: Inputs.
-        y: Labels.
-        hidden: Number of hidden units.
-        weight: Weights of the rows.
-    """
+    """Mean cross-entropy of a batch, as a function of the weights."""
 
     x: Array
     y: Array
-    hidden: int = HIDDEN
-    weight: Array | None = None
+    hidden: int = HIDDEN  # units
+    weight: Array | None = None  # of the rows
 
     def forward(self, w: Array) -> tuple[Array, Array, Array]:
         """Hidden units, the matrix above them, and probabilities."""

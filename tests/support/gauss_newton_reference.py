@@ -143,22 +143,14 @@ def outputs_and_jacobians(
     return found
 
 
-def squares(model: Any, x: Any, y: Any, weights: Any = None) -> Rows:
-    """Return rows and residuals of a mean of `w_t mean((z - y)^2)`."""
+def squares(model: Any, x: Any, y: Any) -> Rows:
+    """Return rows and residuals of the mean of `(z - y)^2`."""
 
     def rows(point: Array) -> tuple[Array, Array]:
         ((output, jacobian),) = outputs_and_jacobians(model, x, point)
-        size = jacobian.shape[-1]
-        scale = np.full(output.shape, 2 / output.size)
-        if weights is not None:
-            ones = [1] * (output.ndim - np.ndim(weights))
-            scale = scale * np.reshape(weights, [*np.shape(weights), *ones])
-        root = np.sqrt(scale)
+        root = np.sqrt(2 / output.size)
         errors = output - np.reshape(y, output.shape)
-        return (
-            (root[..., None] * jacobian).reshape(-1, size),
-            (root * errors).ravel(),
-        )
+        return root * jacobian.reshape(errors.size, -1), root * errors.ravel()
 
     return rows
 

@@ -39,9 +39,9 @@ CURVES: dict[str | None, Callable[[Array], Array]] = {
 }
 
 
-def randomize(model: Any, seed: int = 0) -> None:
+def randomize(model: Any) -> None:
     """Gives every trainable weight, bias and scale included, noise."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     for v in model.trainable_variables:
         noise = 0.4 * rng.normal(size=v.shape)
         v.assign(noise + 1.0 if v.name == "gamma" else noise)

@@ -78,16 +78,15 @@ def expected_factors(
     return (np.diagonal(A) if view.diagonal else A), G
 
 
-def per_example(
-    model: Any, x: Any, y: Array, loss: Any = half_squared_error
-) -> dict[str, Array]:
+def per_example(model: Any, x: Any, y: Array) -> dict[str, Array]:
     """Gradients of each l_n, `(batch, *shape)`, by path of the variable."""
     variables = model.trainable_variables
     found: list[list[Array]] = []
     for n in range(len(y)):
         one = tf.nest.map_structure(lambda a, n=n: a[n : n + 1], x)
         with tf.GradientTape() as tape:
-            value = loss(y[n : n + 1], model(one, training=True))
+            outputs = model(one, training=True)
+            value = half_squared_error(y[n : n + 1], outputs)
         gradients = tape.gradient(value, [v.value for v in variables])
         found.append([np.asarray(g, np.float64) for g in gradients])
     stacks = [np.stack(column) for column in zip(*found, strict=True)]

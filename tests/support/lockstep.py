@@ -29,17 +29,12 @@ class Meeting:
 
 
 class Lockstep:
-    """Has the methods of `Communicator`, and counts what is received.
-
-    Attributes:
-        received: Elements received so far.
-        received_bytes: Their bytes on the wire.
-    """
+    """Has the methods of `Communicator`, and counts what is received."""
 
     def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         self.rank = rank
         self.size = size
-        self.received = 0.0
+        self.received = 0.0  # elements
         self.received_bytes = 0.0
         self._meeting = meeting
 

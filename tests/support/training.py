@@ -77,15 +77,15 @@ def images(rows: int = 160) -> tuple[Array, Array]:
     return x, np.argmax(x.mean((1, 2)) @ rng.normal(size=(2, CLASSES)), 1)
 
 
-def sentences(rows: int = 160) -> tuple[Array, Array]:
+def sentences() -> tuple[Array, Array]:
     rng = np.random.default_rng(0)
-    x = rng.integers(TOKENS, size=(rows, 5))
+    x = rng.integers(TOKENS, size=(160, 5))
     return x, x[:, 0] % CLASSES
 
 
-def values(rows: int = 160) -> tuple[Array, Array]:
+def values() -> tuple[Array, Array]:
     """Images, and two real targets."""
-    x, _ = images(rows)
+    x, _ = images()
     flat = x.reshape(len(x), -1)
     weights = np.random.default_rng(1).normal(size=(flat.shape[1], 2))
     return x, np.tanh(flat @ weights)
@@ -312,7 +312,6 @@ def least_likely_labels() -> Any:
 
 
 PATCHES: dict[str, Callable[[], Any]] = {
-    "exact polar factors": exact_polar_factors,
     "least likely labels": least_likely_labels,
     # Small decompositions are scheduled in groups, too.
     "groups": lambda: mock.patch.multiple(
@@ -405,12 +404,7 @@ class Changes(keras.callbacks.Callback):
 
 
 class Spoil(keras.callbacks.Callback):
-    """Fills tensors with NaN before a step, and records the weights.
-
-    Attributes:
-        step: The step.
-        weights: Weights before each step.
-    """
+    """Fills tensors with NaN before a step, and records all weights."""
 
     step = 5
 

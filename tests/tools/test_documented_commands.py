@@ -35,55 +35,34 @@ COMMAND = re.compile(
 )
 TARGET = "python tools/studies/time_to_target.py"
 CLASSIFY = "python examples/classification.py"
+NECK = "'kfac:skip_layers=[\"neck\"]'"
 TRAIN = "--quick --json runs.json"
 # Run in full: the start of the command in a document, further arguments that
 # make it short, a part of its output, the file of its losses.
 RUNS = (
     ("python examples/autoencoder.py --optimizer kfac adam", TRAIN, "kfac"),
-    (
-        f"{CLASSIFY} --optimizer kfac adam --plot digits.png",
-        f"{TRAIN} --model cnn",
-        "Plot: digits.png",
-    ),
+    (f"{CLASSIFY} --optimizer kfac adam --plot digits.png",
+     f"{TRAIN} --model cnn", "Plot: digits.png"),
     ("python examples/clusters/train.py", "", "worker 0 of 1: loss"),
-    (
-        "python examples/detection.py --optimizer "
-        "'kfac:skip_layers=[\"neck\"]' sgd",
-        f"{TRAIN} --optimizer 'kfac:skip_layers=[\"neck\"]'",
-        "neck",
-    ),
-    (
-        "python examples/gauss_newton.py table --threads 1 --problems",
-        "--problems regression --seeds 1 --seconds 6 --optimizers lbfgs",
-        "lbfgs",
-    ),
+    (f"python examples/detection.py --optimizer {NECK} sgd",
+     f"{TRAIN} --optimizer {NECK}", "neck"),
+    ("python examples/gauss_newton.py table --threads 1 --problems",
+     "--problems regression --seeds 1 --seconds 6 --optimizers lbfgs", "lbfgs"),
     ("python examples/curvature.py", "--seeds 1", "AUC of the self-influence"),
     ("python examples/language.py --optimizer kfac adam", TRAIN, "kfac"),
-    (
-        "python examples/masked_language.py --optimizer kfac adam",
-        f"{TRAIN} --optimizer kfac",
-        "kfac",
-    ),
+    ("python examples/masked_language.py --optimizer kfac adam",
+     f"{TRAIN} --optimizer kfac", "kfac"),
     ("python examples/plot_spectrum.py", "--epochs 1", "Plot: spectrum.png"),
     ("python examples/poisson.py", "--dimension 2 --steps 9", "9 steps"),
     ("python examples/quickstart.py", "", "Preconditioned weights: 26,122"),
-    (
-        "python examples/segmentation.py --optimizer kfac adam",
-        f"{TRAIN} --optimizer kfac",
-        "kfac",
-    ),
-    (
-        f"python tools/launch.py 2 -- {CLASSIFY} "
-        "--optimizer kfac:distribution=dp_kfac",
-        "--quick --model cnn",
-        "[worker 0] Preconditioned weights",
-    ),
-    (
-        "python tools/same_bits.py write before.npz",
-        "--only process/dense/defaults",
-        "1 runs",
-    ),
-)
+    ("python examples/segmentation.py --optimizer kfac adam",
+     f"{TRAIN} --optimizer kfac", "kfac"),
+    (f"python tools/launch.py 2 -- {CLASSIFY} --optimizer "
+     "kfac:distribution=dp_kfac", "--quick --model cnn",
+     "[worker 0] Preconditioned weights"),
+    ("python tools/same_bits.py write before.npz",
+     "--only process/dense/defaults", "1 runs"),
+)  # fmt: skip
 
 
 def commands_of(text: str) -> Iterator[str]:
