@@ -1,5 +1,6 @@
 """The cost model of `tools/studies/plan.py` against numbers counted by hand."""
 
+import math
 from typing import Any
 
 import keras
@@ -7,7 +8,9 @@ import pytest
 from keras import layers
 
 import tfkfac
-from cost_model import Batch, Network
+from cost_model import Batch, Machine, Network
+
+CLUSTER = Machine(10e12, 1e9, 1e-6)
 
 
 def attached(built: Any) -> tfkfac.KFAC:
@@ -70,3 +73,16 @@ def test_share_of_the_examples(
     """None is a quarter, but at least 64 of all workers together."""
     batch = Batch(128, fraction, 0, 0, [], [], [])
     assert batch.share(observers) == share
+
+
+@pytest.mark.parametrize("workers", [2, 3, 64])
+def test_collectives(workers: int) -> None:
+    """A ring receives 2 (P - 1) / P of the data; few hops go up a tree."""
+    size = 4e6
+    hops = min(2 * (workers - 1), 2 * math.ceil(math.log2(workers)))
+    want = 2 * (workers - 1) / workers * size / 1e9 + 3 * hops * 1e-6
+    assert CLUSTER.all_reduce(size, workers, 3) == pytest.approx(want)
+    # Two messages, each from one worker to the next.
+    want = 5e-3 + 2 * (workers - 1) * 1e-6
+    assert CLUSTER.broadcast(5e6, workers, 2) == pytest.approx(want)
+    assert CLUSTER.all_reduce(size, 1) == CLUSTER.broadcast(0, workers) == 0
