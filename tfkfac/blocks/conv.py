@@ -33,8 +33,7 @@ class ConvBlock(MatrixBlock):
 
     Patch elements have the order of the Keras kernel, `(kernel size...,
     channels)`. Patches include the zeros of the padding. A grouped
-    convolution has a pair of factors for each group. A is computed from the
-    autocorrelation of the image where this is cheaper than from patches.
+    convolution has a pair of factors for each group.
     """
 
     kind = "Conv"
@@ -61,7 +60,15 @@ class ConvBlock(MatrixBlock):
     def trace_key(self, record: Record) -> TraceKey | None:
         if self._is_pointwise:
             return self.dense_trace_key(record)
-        return _conv_trace_key(self)
+        key = (
+            type(self),
+            self.dtype,
+            len(self.variables),
+            tuple(self.factors.items()),
+            _geometry(self.layer),
+            self.layer.data_format,
+        )
+        return TraceKey(key, any_size=False)
 
     @override
     def rows(self, record: Record) -> Rows:
@@ -121,11 +128,7 @@ class ConvBlock(MatrixBlock):
 
 
 class DepthwiseConvBlock(ConvBlock):
-    """Depthwise convolution: a pair of small factors for each channel.
-
-    A is computed from the autocorrelation of each channel where the strides
-    are equal and the kernel has at most two dimensions without dilation.
-    """
+    """Depthwise convolution: a pair of small factors for each channel."""
 
     kind = "DepthwiseConv"
 
@@ -136,7 +139,6 @@ class DepthwiseConvBlock(ConvBlock):
         return self._kernel.shape[-1]
 
     def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
-        """Function for A by autocorrelation; None if not supported."""
         layer = self.layer
         stride = layer.strides[0]
         if (
@@ -201,19 +203,6 @@ class SeparablePointwiseBlock(MatrixBlock):
         return Rows(self.with_bias(a), fold_positions(gradient), None)
 
 
-def _conv_trace_key(block: MatrixBlock) -> TraceKey:
-    """Trace key of a convolution, equal for equal shapes and geometry."""
-    key = (
-        type(block),
-        block.dtype,
-        len(block.variables),
-        tuple(block.factors.items()),
-        _geometry(block.layer),
-        block.layer.data_format,
-    )
-    return TraceKey(key, any_size=False)
-
-
 def _geometry(layer: keras.layers.Layer) -> Geometry:
     size, strides, rates = map(
         tuple, (layer.kernel_size, layer.strides, layer.dilation_rate)
@@ -258,10 +247,7 @@ def conv_slices(layer: keras.layers.Layer, image: tf.Tensor) -> list[tf.Tensor]:
 
 
 def split_channels(slices: Sequence[tf.Tensor], groups: int) -> tf.Tensor:
-    """Concatenate slices and split their channels into groups.
-
-    Returns patches `(batch, shared, groups, offsets * channels per group)`.
-    """
+    """Return patches `(batch, shared, groups, offsets * channels)`."""
     offsets, channels = len(slices), slices[0].shape[-1] // groups
     patches = fold_positions(tf.concat(slices, -1))
     shape = tf.shape(patches)[:2]
@@ -290,13 +276,9 @@ class ConvTransposeBlock(MatrixBlock):
 
         dL/dW[k, o, i] = sum_s patch_s(g)[k, o] a_s[i].
 
-    A has the size of the input channels, and G the size of `(kernel size...,
-    output channels)`. The block equals a dense layer's block for a single
-    position, and for disjoint patches (strides of at least the kernel size).
     The alternative, patches of the zero-interleaved input, gives the same
-    gradient, but A would mix rows of different strides.
-
-    The bias has a separate block, because it is added at output positions.
+    gradient, but A would mix rows of different strides. The bias has a separate
+    block, because it is added at output positions.
     """
 
     kind = "ConvTranspose"

@@ -107,14 +107,20 @@ class EinsumDenseBlock(MatrixBlock):
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
-        self._labels = Labels.parse(layer)
-        batch = self._labels.inputs[0]
-        self.examples_first = self._labels.outputs.startswith(batch)
-        self._axis_sizes = dict(
-            zip(self._labels.kernel, self._kernel.shape, strict=True)
-        )
-        if self._labels.groups:
-            self.groups = self._axes_size(self._labels.groups)
+        self._labels = labels = Labels.parse(layer)
+        self.examples_first = labels.outputs.startswith(labels.inputs[0])
+        sizes = dict(zip(labels.kernel, self._kernel.shape, strict=True))
+        self._axis_sizes = sizes
+        if labels.groups:
+            self.groups = self._axes_size(labels.groups)
+        # Permutation of the kernel axes to (groups, inputs, outputs).
+        order = labels.groups + labels.contracted + labels.features
+        self._kernel_order = [labels.kernel.index(c) for c in order]
+        # Shape of the bias, and permutation of its axes to (groups, outputs).
+        order = labels.groups + labels.features
+        bias = _select(labels.outputs, order)
+        self._bias_shape = [sizes[c] for c in bias]
+        self._bias_order = [bias.index(c) for c in order]
 
     @staticmethod
     @override
@@ -137,11 +143,11 @@ class EinsumDenseBlock(MatrixBlock):
         return self._axes_size(self._labels.features)
 
     def _split(self, kernel: tf.Tensor) -> tf.Tensor:
-        order = self._kernel_order()
-        return tf.reshape(tf.transpose(kernel, order), self.matrix_shape)
+        kernel = tf.transpose(kernel, self._kernel_order)
+        return tf.reshape(kernel, self.matrix_shape)
 
     def _join(self, matrix: tf.Tensor) -> tf.Tensor:
-        order = self._kernel_order()
+        order = self._kernel_order
         shape = [self._kernel.shape[i] for i in order]
         return tf.transpose(tf.reshape(matrix, shape), invert(order))
 
@@ -149,33 +155,14 @@ class EinsumDenseBlock(MatrixBlock):
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         kernel, *bias = gradients
         if bias:
-            squeezed = tf.reshape(bias[0], self._bias_shape())
-            bias = [tf.transpose(squeezed, self._bias_order())]
+            squeezed = tf.reshape(bias[0], self._bias_shape)
+            bias = [tf.transpose(squeezed, self._bias_order)]
         return super().to_matrix([kernel, *bias])
 
     def _join_bias(self, row: tf.Tensor) -> tf.Tensor:
-        order, shape = self._bias_order(), self._bias_shape()
+        order, shape = self._bias_order, self._bias_shape
         bias = tf.reshape(row, [shape[i] for i in order])
         return super()._join_bias(tf.transpose(bias, invert(order)))
-
-    def _bias_labels(self) -> str:
-        """Axis labels of the bias, in the order of the output."""
-        labels = self._labels.groups + self._labels.features
-        return _select(self._labels.outputs, labels)
-
-    def _bias_shape(self) -> list[int]:
-        return [self._axis_sizes[c] for c in self._bias_labels()]
-
-    def _bias_order(self) -> list[int]:
-        """Permutation of the bias axes to (groups, outputs)."""
-        labels = self._labels.groups + self._labels.features
-        return [self._bias_labels().index(c) for c in labels]
-
-    def _kernel_order(self) -> list[int]:
-        """Permutation of the kernel axes to (groups, inputs, outputs)."""
-        labels = self._labels
-        order = labels.groups + labels.contracted + labels.features
-        return [labels.kernel.index(c) for c in order]
 
     @override
     def rows(self, record: Record) -> Rows:

@@ -82,13 +82,10 @@ class EmbeddingBlock(MatrixBlock):
 class ReversibleEmbeddingBlock(EmbeddingBlock):
     """Block of the token embeddings of a `ReversibleEmbedding` layer.
 
-    With untied weights, or if the step has no projection to tokens, this is
-    the block of the token lookup.
-
     With tied weights, the exact curvature is a sum of two Kronecker products,
-    which is not a Kronecker product. The block then uses the factors of the
-    projection alone: a diagonal A of the logits and a G of the features.
-    Models trained better with these factors than with sums of both.
+    which is not a Kronecker product. If the step has a projection to tokens,
+    the block uses the factors of the projection alone. Models trained better
+    with these factors than with sums of both.
     """
 
     @override
@@ -107,10 +104,7 @@ class ReversibleEmbeddingBlock(EmbeddingBlock):
 
 
 class ProjectionBlock(DenseBlock):
-    """Untied projection weights of a `ReversibleEmbedding`.
-
-    The projection is a dense layer from features to token logits.
-    """
+    """Untied projection weights of a `ReversibleEmbedding`: a dense layer."""
 
     kind = "Projection"
 
@@ -177,11 +171,7 @@ class TiedProjectionBlock(ProjectionBlock):
 
 
 class PositionEmbeddingBlock(EmbeddingBlock):
-    """Position embedding of keras-hub: an embedding with positions as tokens.
-
-    All examples have the same positions, unless the call has an argument
-    `positions`.
-    """
+    """Position embedding of keras-hub, with positions as tokens."""
 
     kind = "PositionEmbedding"
 

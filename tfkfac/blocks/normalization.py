@@ -125,11 +125,7 @@ class NormalizationBlock(Block):
 
     @property
     def _signature(self) -> Hashable:
-        """Cache key of the layer's computation.
-
-        The config of a Keras layer describes its computation completely. The
-        config of a custom layer may not, so its key is the layer's identity.
-        """
+        """Cache key of the layer's computation: config, identity if custom."""
         layer, layer_class = self.layer, type(self.layer)
         if getattr(keras.layers, layer_class.__name__, None) is not layer_class:
             return id(layer)
@@ -176,9 +172,8 @@ class NormalizationBlock(Block):
     ) -> tf.Tensor:
         """Output of the layer for scale 1 or 0 and offset 0.
 
-        The layer's `call` runs in a stateless scope, so moving statistics are
-        not updated a second time. Recorded batch moments are reused, because
-        synchronised moments need a collective.
+        Moving statistics are not updated a second time. Recorded batch moments
+        are reused, because synchronised moments need a collective.
         """
         scale = self._scale if unit_scale else None
         values = [
@@ -252,9 +247,8 @@ def weight_of(layer: keras.layers.Layer, name: str) -> keras.Variable | None:
 class PReLUBlock(PerExampleBlock):
     """Diagonal of the exact Fisher matrix of the slopes of a PReLU.
 
-    The layer computes `z = max(x, 0) + alpha min(x, 0)`. The gradient of an
-    example is the sum of `g min(x, 0)` over the axes that share a slope. A
-    layer may have as many slopes as inputs, too many for a full matrix.
+    The layer computes `z = max(x, 0) + alpha min(x, 0)`. It may have as many
+    slopes as inputs, too many for a full matrix.
     """
 
     kind = "PReLU"

@@ -25,24 +25,16 @@ from tfkfac.compat.functions import shared_call
 
 
 class Geometry(NamedTuple):
-    """Geometry of a convolution.
-
-    `padding` is "valid", "same" (an odd cell goes to the end) or "causal", as
-    in Keras.
-    """
+    """Geometry of a convolution."""
 
     size: tuple[int, ...]
     strides: tuple[int, ...]
-    padding: str
+    padding: str  # "valid", "same" (an odd cell goes to the end) or "causal"
     dilation: tuple[int, ...] = (1, 1)
 
 
 def extract_patches(inputs: tf.Tensor, geometry: Geometry) -> list[tf.Tensor]:
-    """Slice an image `(batch, *spatial, channels)` at each kernel offset.
-
-    Return a tensor `(batch, *outputs, channels)` for each offset of the
-    kernel, in row-major order.
-    """
+    """Slice an image `(batch, *outputs, channels)` at each kernel offset."""
     kernel_size, strides, _, dilation = geometry
     image, counts = fit(inputs, geometry)
     starts = [
@@ -80,8 +72,7 @@ def _slices(
 def fit(inputs: tf.Tensor, geometry: Geometry) -> tuple[tf.Tensor, list[Any]]:
     """Pad or crop an image to the cells that the patches cover.
 
-    With a stride above 1, the new size is a multiple of the stride. Also
-    returns the number of outputs in each spatial dimension.
+    Also returns the number of outputs in each spatial dimension.
     """
     kernel_size, strides, padding, dilation = geometry
     index, paddings, outputs = [slice(None)], [(0, 0)], []
@@ -123,10 +114,7 @@ def plus(size: Any, increment: int) -> Any:
 def fit_axis(
     size: Any, extent: int, stride: int, padding: str
 ) -> tuple[Any, Any]:
-    """Padding before, and output size, of one spatial dimension.
-
-    Both are Python integers if `size` is a Python integer, else tensors.
-    """
+    """Padding before, and output size, of one dimension; integers as `size`."""
     if padding == "valid":
         return 0, (size - extent) // stride + 1
     if padding == "causal":
@@ -145,15 +133,13 @@ def _maximum(number: Any, minimum: int) -> Any:
 class AllChannelPairs:
     """Sums of products of all pairs of channels, over positions and examples.
 
-    Images are `(batch, height, width, channels)`. Results end with the axes
-    `(channels, channels)`.
+    Results end with the axes `(channels, channels)`.
     """
 
     def correlation(self, images: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
         """Autocorrelation `sum_u x[u] x[u + d]` for shifts `|d| < size`.
 
-        The result has shape `(2 height - 1, 2 width - 1, ...)` for a `size`
-        of `(height, width)`, with negative shifts first.
+        The result is `(2 height - 1, 2 width - 1, ...)`, negative shifts first.
         """
         (height, width), channels = size, images.shape[-1]
         paddings = [[0, 0], [0, height - 1], [width - 1, width - 1], [0, 0]]
@@ -173,8 +159,7 @@ class AllChannelPairs:
     ) -> tf.Tensor:
         """Products of all pairs of kernel offsets, summed over patches.
 
-        The result has shape `(height, width, height, width, ...)` for a
-        kernel of `size` `(height, width)`.
+        The result has shape `(height, width, height, width, ...)`.
         """
         geometry = Geometry(tuple(size), (stride, stride), "valid")
         slices = extract_patches(images, geometry)
@@ -198,10 +183,7 @@ class AllChannelPairs:
 
 
 class SameChannelPairs(AllChannelPairs):
-    """Sums of products of each channel with itself.
-
-    Results end with a single axis `(channels,)`.
-    """
+    """Sums of products of each channel with itself; end with `(channels,)`."""
 
     @override
     def correlation(self, images: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
@@ -376,11 +358,7 @@ def _edge_cost(cells: int, outputs: int, kernel: int) -> float:
 
 # ---------------------------------------------------- padding and strides
 def _window(images: tf.Tensor, geometry: Geometry) -> Window:
-    """Convert a convolution to stride 1 by a space-to-depth reshape.
-
-    The image is padded explicitly, unless the stride is 1 already and the
-    image is known to be at least as large as the kernel.
-    """
+    """Convert a convolution to stride 1 by a space-to-depth reshape."""
     size, strides = geometry.size, geometry.strides
     if max(strides) == 1 and _is_large(images.shape[1:3], size):
         return _unpadded(images, geometry)

@@ -82,10 +82,7 @@ class Registry:
             for block in self.blocks
         ]
         uncovered = [[item.path, item.reason] for item in self.leftovers]
-        return {
-            "layers": layers,
-            "layers without curvature": uncovered,
-        }
+        return {"layers": layers, "layers without curvature": uncovered}
 
 
 def tap_layers(
@@ -97,20 +94,17 @@ def tap_layers(
 ) -> None:
     """Start to record the calls of each trainable layer that has a block.
 
-    Layers whose blocks are all in `without` are skipped. Runs again when a
-    layer that is not built yet is called the first time.
+    Runs again when a layer that is not built yet is called the first time.
     """
     for node in walk(model, skip_layers, only_layers):
         types = block_types(node.layer).values()
         supported = not all(issubclass(cls, without) for cls in types)
         if node.reason is None and node.layer.trainable and supported:
             Tap.open(node.tapped, owner)
-    tap = functools.partial(
-        tap_layers, model, skip_layers, only_layers, owner, without
-    )
+    arguments = model, skip_layers, only_layers, owner, without
     for layer in unbuilt(model):
         if not block_types(layer):
-            before_first_call(layer, tap)
+            before_first_call(layer, functools.partial(tap_layers, *arguments))
 
 
 def build_registry(
@@ -120,11 +114,7 @@ def build_registry(
     limit: Limit = Block.limit,
     without: tuple[type[Block], ...] = (),
 ) -> Registry:
-    """Create the blocks of a built model, in the order of its layers.
-
-    `limit` is the largest size of a dense factor. Blocks of the classes in
-    `without` are skipped.
-    """
+    """Create the blocks of a built model, except of the classes `without`."""
     remaining = {id(v): v for v in model.trainable_variables}
     blocks: list[Block] = []
     leftovers: list[Leftover] = []
@@ -152,7 +142,7 @@ def _blocks_of(
 ) -> tuple[list[Block], str | None]:
     """Create the blocks of a layer and remove their weights from `remaining`.
 
-    Return the blocks, and the reason if the layer has uncovered weights.
+    Also returns the reason if the layer has uncovered weights.
     """
     blocks: list[Block] = []
     outer = node.distributor
@@ -378,25 +368,21 @@ def register_block(
             "One of the arguments `like` and `block` must be given. "
             f"Received: like={like!r}, block={block!r}"
         )
-    if block is None:
-        _registered[layer_class] = _types_like(like)
+    if block is not None:
+        _check_block(block)
+        types: BlockTypes | None = {"": block}
     else:
-        _registered[layer_class] = {"": _check_block(block)}
-
-
-def _types_like(like: Any) -> BlockTypes:
-    """Return the block classes of the layer class `like`."""
-    types = _types_of_class(like) if isinstance(like, type) else None
+        types = _types_of_class(like) if isinstance(like, type) else None
     if types is None:
         names = [c.__name__ for c in (*BLOCKS, *_registered)]
         raise ValueError(
             "Argument `like` must be a layer class with a block: one of "
             f"{', '.join(names)}. Received: like={like!r}"
         )
-    return types
+    _registered[layer_class] = types
 
 
-def _check_block(block: Any) -> type[Block]:
+def _check_block(block: Any) -> None:
     if not _is_class(block, Block):
         raise TypeError(
             "Argument `block` must be a subclass of `tfkfac.blocks.Block`. "
@@ -409,7 +395,6 @@ def _check_block(block: Any) -> type[Block]:
             "Argument `block` must define all attributes of a block. "
             f"Received: block={block!r}, which lacks {', '.join(missing)}"
         )
-    return block
 
 
 def _is_class(value: Any, base: type) -> bool:

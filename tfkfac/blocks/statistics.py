@@ -1,13 +1,9 @@
 """Batch statistics of a block: sums of the Kronecker factors A and G.
 
-Statistics may use a subsample of the batch.
-
 A training step may run several backward passes through the same layer call: to
 apply the sum of two gradients, for another model as in a GAN, or for a loss
 that contains a gradient. Each pass adds a record to the call. `records_of`
-selects the records that reproduce the applied gradient: of the last pass of
-each call, of all passes, or of the first pass (as in TensorFlow's DCGAN
-tutorial).
+selects the records that reproduce the applied gradient.
 """
 
 import collections
@@ -30,18 +26,11 @@ _DEFAULT_FRACTION, _MIN_EXAMPLES = 0.25, 64
 
 
 class Subsample(NamedTuple):
-    """Subsample of each batch for the statistics.
+    """Subsample of each batch for the statistics."""
 
-    Attributes:
-        fraction: Fraction of the examples, in (0, 1].
-        offset: int64, number of earlier subsamples. Each offset selects other
-            examples.
-        min_examples: Minimum size, if the batch has enough examples.
-    """
-
-    fraction: float
-    offset: tf.Tensor
-    min_examples: int = 1
+    fraction: float  # of the examples, in (0, 1]
+    offset: tf.Tensor  # int64, number of earlier subsamples
+    min_examples: int = 1  # if the batch has enough examples
 
 
 def choose_subsample(
@@ -49,8 +38,7 @@ def choose_subsample(
 ) -> Subsample | None:
     """Return the subsample of a worker's batch; None for the whole batch.
 
-    A `fraction` of None is the default subsample. `workers` is the number of
-    workers that add up their statistics.
+    A `fraction` of None is the default subsample.
     """
     if fraction is None:
         min_examples = math.ceil(_MIN_EXAMPLES / workers)
@@ -174,14 +162,7 @@ def batch_statistics(
     `T` terms, "expand" gives `A = 1/(B S) sum a a^T` and `G = T sum c c^T`,
     where `c` is the gradient of this mean. "reduce" first averages `a` and
     sums `c` over the positions (Eschenhagen et al., 2023). The rows of several
-    calls are pooled.
-
-    Args:
-        layers: Block and records of each layer; one record per call.
-        view: Settings of the statistics.
-
-    Returns:
-        For each layer, sum and count of each factor by factor name.
+    calls, each with one record, are pooled.
     """
     if not layers:
         return {}
@@ -309,12 +290,9 @@ def _sums(block: Block, record: Record, view: View) -> dict[str, Statistic]:
 def _rows(
     block: Block, record: Record, subsample: Subsample | None
 ) -> tuple[Rows, int | tf.Tensor, Examples | None]:
-    """Return the rows of a call, the batch size, and the selected examples.
-
-    The record is subsampled before the conversion to rows where the block
-    supports it, which saves time.
-    """
+    """Return the rows of a call, the batch size, and the selected examples."""
     if subsample is not None and block.examples_first and _is_plain(record):
+        # Subsample before the conversion to rows, which saves time.
         size = size_of(record.gradient, 0)
         examples = Examples(size, subsample)
         selected = dataclasses.replace(
@@ -401,12 +379,10 @@ def records_of(
 ) -> tuple[list[Record], tf.Tensor | None]:
     """Merge records into one per call that yields the applied gradient.
 
-    The applied gradients may differ from the recorded ones by a factor, for
-    example after clipping.
-
-    Returns:
-        The records, and a scalar bool, True if they reproduce the applied
-        gradients; None if each call has one record.
+    The candidates are the last pass of each call, all passes, and the first
+    pass (as in TensorFlow's DCGAN tutorial). The applied gradients may differ
+    by a factor, for example after clipping. Also returns a scalar bool, True if
+    the records reproduce them; None if each call has one record.
     """
     if all(len(records) == 1 for records in calls):
         return [records[0] for records in calls], None
@@ -430,10 +406,8 @@ def _compare(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Find the choice of records whose sum equals the applied gradient.
 
-    Returns:
-        Index of the first choice that equals the gradient, else of the first
-        choice with the direction of the gradient, else of the choice with the
-        smallest angle; and a scalar bool, False for the smallest angle.
+    Returns the index of the first equal choice, else of the first parallel
+    one, else of the one with the smallest angle, for which the bool is False.
     """
     rows = [tf.reshape(matrix, [1, -1]) for matrix in (*recorded, gradient)]
     matrix = tf.concat(rows, 0)
@@ -450,21 +424,11 @@ def _compare(
     )
     same = squared_errors <= _TOLERANCE * gg
     parallel = squared_sines <= _TOLERANCE
-    best = tf.where(
-        tf.reduce_any(same),
-        _first_index(same),
-        tf.where(
-            tf.reduce_any(parallel),
-            _first_index(parallel),
-            tf.argmin(squared_sines),
-        ),
-    )
+    best = tf.argmin(squared_sines)
+    for flags in (parallel, same):
+        first = tf.argmax(tf.cast(flags, tf.int32))
+        best = tf.where(tf.reduce_any(flags), first, best)
     return best, tf.reduce_any(tf.logical_or(same, parallel))
-
-
-def _first_index(flags: tf.Tensor) -> tf.Tensor:
-    """Return the index of the first true flag."""
-    return tf.argmax(tf.cast(flags, tf.int32))
 
 
 def _merge(records: Sequence[Record], chosen: Sequence[tf.Tensor]) -> Record:

@@ -25,10 +25,6 @@ class TimeDistributedBlock(Block):
     `TimeDistributed` and the gradient at its output. The block folds the time
     steps into the batch and, if the inner layer has an activation,
     backpropagates the gradient through it with recomputed pre-activations.
-
-    Args:
-        layer: The `TimeDistributed` layer.
-        block: The block of the inner layer.
     """
 
     def __init__(
@@ -120,10 +116,7 @@ def fold(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def unfold(rows: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
-    """Reshape `(batch * time, shared, ...)` to `(batch, time * shared, ...)`.
-
-    `shape` is `(batch, time)`.
-    """
+    """Invert `fold` for rows; `shape` is `(batch, time)`."""
     folded = tf.shape(rows)
     unfolded = tf.concat([[shape[0], shape[1] * folded[1]], folded[2:]], 0)
     return tf.ensure_shape(

@@ -60,17 +60,7 @@ class LossInputs:
         loss: LossMeasure,
         calls: Sequence[ForwardCall],
     ) -> Self:
-        """Return the inputs of the loss of a step.
-
-        Args:
-            model: The model.
-            batch: The batch of the loss.
-            loss: Terms of the loss.
-            calls: The recorded calls of the model.
-
-        Raises:
-            ValueError: If the loss was not computed by `compute_loss`.
-        """
+        """Return the inputs of the loss of a step with these model calls."""
         call = find_call(model, batch, calls)
         arguments = {k: v for k, v in batch.arguments.items() if k != "y_pred"}
         summed = [terms.summed for terms in batch.terms]
@@ -78,14 +68,11 @@ class LossInputs:
         return cls(call, arguments, loss.shares, summed)
 
     def select(self, choose: Callable[[tf.Tensor], Selection]) -> Self:
-        """Select some examples that represent the whole batch.
+        """Select some examples by `choose`, a function of the batch size.
 
         All examples are used if an input is sparse or ragged, or if inputs
         may relate the examples to each other, as the edges of a graph do: if
         their leading dimensions differ, or another dimension is as large.
-
-        Args:
-            choose: Function from the batch size to a selection.
         """
         batch = (self.call.args, self.call.kwargs, self.arguments)
         leaves = [x for x in keras.tree.flatten(batch) if _has_examples(x)]
@@ -186,20 +173,9 @@ def directional_curvature(
 
     J is the Jacobian of the inputs of the loss, H the Hessian of the loss with
     respect to these inputs, and R the Hessian of the weight regularizers.
-    The cost is one forward pass, and about one forward pass per direction.
-
-    Args:
-        model: A compiled model.
-        inputs: Inputs of the loss on this replica.
-        variables: The trainable variables.
-        directions: For each direction, a tensor for each variable.
-        unit: Factor of the loss over the mean negative log-likelihood.
-        total: Differentiable sum over the replicas, for synchronised layers.
-        replicas: Number of replicas.
-
-    Returns:
-        This replica's float64 term of a sum over the replicas, in units of
-        the mean negative log-likelihood.
+    Returns this replica's float64 term of a sum over the replicas, divided by
+    `unit`, the loss over the mean negative log-likelihood. `total` is a
+    differentiable sum over the replicas, for synchronised layers.
     """
     values = [tf.identity(v.value) for v in variables]
     form = gauss_newton_form(
@@ -217,12 +193,10 @@ def directional_curvature(
 
 
 def _are_separate(leaves: Sequence[Any]) -> bool | tf.Tensor:
-    """True if no input relates the examples of a batch to each other.
+    """True if all leading dimensions are equal, and no other is as large.
 
-    All leading dimensions are equal then, and no other is as large. The result
-    is a bool if all sizes are known, and the selection has known sizes too: a
-    model that needs another batch size fails when it is traced, not when it
-    runs.
+    A bool if all sizes are known: a model that needs another batch size then
+    fails when it is traced, not when it runs.
     """
     shapes = [tf.TensorShape(leaf.shape) for leaf in leaves]
     if len({shape[0] for shape in shapes} - {None}) > 1:

@@ -43,15 +43,11 @@ def gauss_newton_form(
     total: Sum = tf.identity,
     shares: Sequence[tf.Tensor] = (),
 ) -> tf.Tensor:
-    """Compute the matrix `d_i^T (J^T H J) d_j` for directions `d_i`.
+    """Compute the float64 matrix `d_i^T (J^T H J) d_j` for directions `d_i`.
 
-    Costs one forward pass, and about one forward pass per direction. No state
-    changes. The matrix is float64. `total` is a differentiable sum over the
-    replicas, for synchronised layers. For other arguments see `replay_loss`.
-
-    Raises:
-        NotImplementedError: If an operation of the model or its loss has no
-            second derivative. The message names the layer.
+    Costs one forward pass, and about one forward pass per direction. `total` is
+    a differentiable sum over the replicas, for synchronised layers. For other
+    arguments see `replay_loss`.
     """
     num_before = len(operations())
     with exact_second_derivatives(total):
@@ -79,13 +75,8 @@ def gauss_newton_form(
         push = jacobian_product(model_tape, outputs, values)
         refuse_silent_zeros(model, num_before)
         with naming_layers(model):
-            tangents = [
-                [
-                    tf.cast(t, x.dtype)
-                    for t, x in zip(push(d), leaves, strict=True)
-                ]
-                for d in directions
-            ]
+            dtypes = [leaf.dtype for leaf in leaves]
+            tangents = [list(map(tf.cast, push(d), dtypes)) for d in directions]
             images = [
                 outer.gradient(
                     slopes,
@@ -101,8 +92,7 @@ def gauss_newton_form(
 class Reading:
     """Replace the inputs of a loss by leaf tensors that tapes watch.
 
-    `outputs` are the model outputs, and their logits where known. `leaves`
-    replace them, in float32 or float64.
+    The `leaves` replace the `outputs`, and their logits where known.
     """
 
     def __init__(self, *tapes: tf.GradientTape) -> None:
@@ -139,9 +129,8 @@ def jacobian_product(
 ) -> Callable[[Direction], list[tf.Tensor]]:
     """Return a function that multiplies the Jacobian J by a direction.
 
-    The backward pass `J^T u` is linear in u, and its derivative by u is J.
-    Differentiating it gives a forward-mode product from reverse-mode
-    gradients. In a graph, TensorFlow prunes the backward pass itself.
+    The backward pass `J^T u` is linear in u, and its derivative by u is J. In a
+    graph, TensorFlow prunes the backward pass itself.
     """
     dual = [tf.zeros_like(output) for output in outputs]
     with tape(persistent=True) as backward:
@@ -156,13 +145,12 @@ def jacobian_product(
             for p, d in zip(pulled, direction, strict=True)
             if p is not None and d is not None
         ]
-        tangents: list[tf.Tensor] = backward.gradient(
+        return backward.gradient(
             [p for p, _ in pairs],
             dual,
             output_gradients=[d for _, d in pairs],
             unconnected_gradients="zero",
         )
-        return tangents
 
     return product
 

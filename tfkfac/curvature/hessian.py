@@ -37,12 +37,9 @@ def hessian_operator(
 ) -> Product:
     """Return a function that multiplies the Hessian of the loss by a vector.
 
-    Computes the forward and the backward pass once. Each product of a flat
-    vector is a backward pass through both (reverse over reverse).
-
-    `values` are the values of all trainable variables. `total` is a
-    differentiable sum over the replicas, for synchronised layers. For the
-    other arguments see `replay_loss`.
+    Each product is a backward pass through the forward and the backward pass
+    (reverse over reverse). `total` is a differentiable sum over the replicas,
+    for synchronised layers. For the other arguments see `replay_loss`.
     """
     variables = model.trainable_variables
     space = flat_space(variables)
@@ -101,11 +98,10 @@ def operations() -> list[tf.Operation]:
 
 
 def refuse_silent_zeros(model: keras.Model, start: int) -> None:
-    """Raise an error for gradient operations with a wrong derivative of 0.
+    """Raise an error for operations from `start` on with a derivative of 0.
 
     TensorFlow registers some gradient operations as not differentiable, for
-    example of bilinear resizing, and treats them as constants. Checks the
-    operations from index `start`.
+    example of bilinear resizing, and treats them as constants.
     """
     for operation in operations()[start:]:
         op_type = operation.type

@@ -235,9 +235,7 @@ class Factor(abc.ABC):
         """Specs of the tensors that `inverse` returns, by suffix."""
 
     @abc.abstractmethod
-    def inverse(
-        self, value: tf.Tensor, damping: tf.Tensor
-    ) -> dict[str, tf.Tensor]:
+    def inverse(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
         """Compute `(F + damping I)^-1`.
 
         Args:
@@ -276,9 +274,7 @@ class Factor(abc.ABC):
         return self.inverse_parts()
 
     @abc.abstractmethod
-    def root(
-        self, value: tf.Tensor, damping: tf.Tensor
-    ) -> dict[str, tf.Tensor]:
+    def root(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
         """Compute a root R, `R R^T = (F + damping I)^-1`; see `inverse`."""
 
     def multiply_root(
@@ -300,7 +296,7 @@ class Factor(abc.ABC):
         """Specs of the tensors that `eigen` returns, by suffix."""
 
     @abc.abstractmethod
-    def eigen(self, value: tf.Tensor) -> dict[str, tf.Tensor]:
+    def eigen(self, value: tf.Tensor) -> Tensors:
         """Compute the eigendecomposition, with eigenvalues of at least 0.
 
         Args:

@@ -51,16 +51,12 @@ def _random_transform(size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
 def nystroem_half(
     product: tf.Tensor, columns: tf.Tensor, precision: tf.DType
 ) -> tf.Tensor:
-    """Compute `F` with `F F^T` close to a positive semidefinite `M`.
+    """Compute `F` with `F F^T` close to M from `product`, `M Omega`.
 
     `F F^T <= M`, with equality up to rounding if the rank of `M` is at most
-    `r`. The result is not finite if the product is not finite, or if no
-    positive semidefinite matrix has a similar product.
-
-    Args:
-        product: `M Omega`, `(..., n, r)`.
-        columns: `Omega`, `(n, r)`.
-        precision: Dtype in which the product was computed.
+    the number of `columns`, Omega. The result is not finite if the product is
+    not, or if no positive semidefinite matrix has a similar product.
+    `precision` is the dtype in which the product was computed.
     """
     core = tf.matmul(columns, product, transpose_a=True)
     # Shift by the noise level: rounding errors, plus the asymmetry of the core
@@ -202,16 +198,12 @@ class LowRank(Factor):
         }
 
     @override
-    def inverse(
-        self, value: tf.Tensor, damping: tf.Tensor
-    ) -> dict[str, tf.Tensor]:
+    def inverse(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
         """Compute `V` and `c` of `(M + damping I)^-1 = c (I - V V^T)`."""
         key = "sketch's inverse", self
         return shared_call(key, self._inverse, value, damping)
 
-    def _inverse(
-        self, value: tf.Tensor, damping: tf.Tensor
-    ) -> dict[str, tf.Tensor]:
+    def _inverse(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
         return _stored(*self._correction(value, damping), value.dtype)
 
     def _correction(
@@ -234,15 +226,11 @@ class LowRank(Factor):
         return tf.linalg.matrix_transpose(correction), 1 / shift
 
     @override
-    def root(
-        self, value: tf.Tensor, damping: tf.Tensor
-    ) -> dict[str, tf.Tensor]:
+    def root(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
         """Compute `V` and `c` of the symmetric root `c (I - V V^T)`."""
         return shared_call(("sketch's root", self), self._root, value, damping)
 
-    def _root(
-        self, value: tf.Tensor, damping: tf.Tensor
-    ) -> dict[str, tf.Tensor]:
+    def _root(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
         # The inverse is `c (I - V V^T)`. With `V^T V = E e E^T`, its root is
         # `sqrt(c) (I - V' V'^T)`, `V' = V E sqrt((1 - sqrt(1 - e)) / e)`.
         V, scale = self._correction(value, damping)
@@ -269,7 +257,7 @@ class LowRank(Factor):
         }
 
     @override
-    def eigen(self, value: tf.Tensor) -> dict[str, tf.Tensor]:
+    def eigen(self, value: tf.Tensor) -> Tensors:
         """Eigenvectors of `F F^T`, their eigenvalues in `M`, and `rest`."""
         F, rest = self._split(value)
         squares, rotation = eigh(tf.matmul(F, F, transpose_a=True))
@@ -307,9 +295,7 @@ class LowRank(Factor):
         return tf.concat([inside, rest * tf.ones(shape, rest.dtype)], axis)
 
 
-def _stored(
-    V: tf.Tensor, scale: tf.Tensor, dtype: tf.DType
-) -> dict[str, tf.Tensor]:
+def _stored(V: tf.Tensor, scale: tf.Tensor, dtype: tf.DType) -> Tensors:
     """Name the tensors of `c (I - V V^T)` by their suffixes."""
     return {"": tf.cast(V, dtype), _SCALE: tf.cast(scale, dtype)}
 

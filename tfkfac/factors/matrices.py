@@ -23,7 +23,6 @@ from tfkfac.linalg.symmetric import (
     damped_inverse,
     damped_inverse_root,
     eigh,
-    mean_eigenvalue,
 )
 from tfkfac.linalg.tensors import rounding
 
@@ -47,7 +46,7 @@ class _Matrices(Factor, abc.ABC):
 
     @override
     def mean_eigenvalue(self, value: tf.Tensor) -> tf.Tensor:
-        return mean_eigenvalue(value)
+        return tf.reduce_mean(tf.linalg.diag_part(value), -1)
 
     @override
     def as_matrix(self, value: tf.Tensor) -> tf.Tensor:
@@ -58,9 +57,7 @@ class _Matrices(Factor, abc.ABC):
         return {"": MatrixPart(self._shape, symmetric=True)}
 
     @override
-    def inverse(
-        self, value: tf.Tensor, damping: tf.Tensor
-    ) -> dict[str, tf.Tensor]:
+    def inverse(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
         return self._decompose(damped_inverse, value, damping)
 
     def _decompose(
@@ -68,7 +65,7 @@ class _Matrices(Factor, abc.ABC):
         decompose: Callable[..., tf.Tensor],
         value: tf.Tensor,
         damping: tf.Tensor,
-    ) -> dict[str, tf.Tensor]:
+    ) -> Tensors:
         """Call `decompose(matrices, damping)` in a trace for all sizes."""
         large = self.size >= LARGE  # the traced function has no static sizes
         result = shared_call(
@@ -99,9 +96,7 @@ class _Matrices(Factor, abc.ABC):
         return {"": TrianglePart(self._shape)}
 
     @override
-    def root(
-        self, value: tf.Tensor, damping: tf.Tensor
-    ) -> dict[str, tf.Tensor]:
+    def root(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
         return self._decompose(damped_inverse_root, value, damping)
 
     @override
@@ -123,7 +118,7 @@ class _Matrices(Factor, abc.ABC):
         }
 
     @override
-    def eigen(self, value: tf.Tensor) -> dict[str, tf.Tensor]:
+    def eigen(self, value: tf.Tensor) -> Tensors:
         values, vectors = shared_call("eigh", eigh, value, any_size=True)
         values.set_shape(value.shape[:-1])
         vectors.set_shape(value.shape)
@@ -229,9 +224,7 @@ class Diagonal(Factor):
         return {"": Part((self.size,))}
 
     @override
-    def inverse(
-        self, value: tf.Tensor, damping: tf.Tensor
-    ) -> dict[str, tf.Tensor]:
+    def inverse(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
         floor = rounding(value.dtype) * tf.reduce_max(value)
         shift = tf.maximum(damping, floor)
         # For a zero diagonal and damping 0, return the identity.
@@ -239,9 +232,7 @@ class Diagonal(Factor):
         return {"": 1 / (value + shift)}
 
     @override
-    def root(
-        self, value: tf.Tensor, damping: tf.Tensor
-    ) -> dict[str, tf.Tensor]:
+    def root(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
         return {"": tf.sqrt(self.inverse(value, damping)[""])}
 
     @override
@@ -256,7 +247,7 @@ class Diagonal(Factor):
         return {VALUES: Part((self.size,))}
 
     @override
-    def eigen(self, value: tf.Tensor) -> dict[str, tf.Tensor]:
+    def eigen(self, value: tf.Tensor) -> Tensors:
         return {VALUES: tf.maximum(value, 0)}
 
     @override

@@ -18,11 +18,7 @@ from tfkfac.saving.slots import Slots
 
 
 class HeldBatches:
-    """Copies of the last batch of each tensor structure, for later steps.
-
-    A batch is a nest of tensors and constants. Variables hold the tensors, and
-    are not saved.
-    """
+    """Copies of the last batch of each tensor structure, for later steps."""
 
     def __init__(self) -> None:
         self._variables: dict[str, list[tf.Variable | None]] = {}
@@ -79,10 +75,6 @@ class Accelerator(Slots):
     """A Lanczos iteration that advances a few iterations per training step.
 
     The state is not saved: after loading, an estimation starts again.
-
-    Args:
-        geometry: Sizes of the directions.
-        count: Number of accelerators, each with a slice of each vector.
     """
 
     def __init__(self, geometry: Geometry, count: int) -> None:
@@ -113,7 +105,7 @@ class Accelerator(Slots):
         self.weights.assign(weights)
         self._held.hold(current)
         iteration = estimation.iteration(tf.identity)
-        self._assign(iteration.begin(estimation.start(), self.geometry.steps))
+        self._assign(iteration.begin(estimation.draw(-1), self.geometry.steps))
 
     def advance(
         self,

@@ -73,12 +73,8 @@ class Estimation:
         """Sum over the group, with derivatives of any order."""
         return differentiable_sum(self.group, vector)
 
-    def start(self) -> tf.Tensor:
-        """Return this replica's slice of the start vector."""
-        return self.draw(-1)
-
     def draw(self, index: int | tf.Tensor) -> tf.Tensor:
-        """Return this replica's slice of a random vector with norm near 1."""
+        """Slice of a random vector with norm near 1; -1: the start vector."""
         vector = random_vector(self.geometry.size, self._seed, index + 1)
         local = self.shards.local_slice(vector, self.group.rank)
         return tf.cast(local, self.geometry.dtype)
@@ -89,16 +85,13 @@ class Estimation:
         """Return the Ritz pairs of a tridiagonal matrix and the basis."""
         geometry = self.geometry
         pairs = ritz_pairs(tridiagonal, geometry.largest, geometry.smallest)
-        weights = tf.cast(pairs.weights, geometry.dtype)
-        return Spectrum(
-            tf.cast(pairs.values, geometry.dtype),
-            combine(matrices, weights),
-        )
+        values, weights = (tf.cast(x, geometry.dtype) for x in pairs)
+        return Spectrum(values, combine(matrices, weights))
 
     def run(self, local: Product) -> Spectrum:
         """Run the whole estimation for a local operator."""
         iteration = self.iteration(local)
-        return self.spectrum(*iteration.run(self.start(), self.geometry.steps))
+        return self.spectrum(*iteration.run(self.draw(-1), self.geometry.steps))
 
 
 def estimation_bytes(geometry: Geometry, replicas: int) -> int:

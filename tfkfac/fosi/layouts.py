@@ -1,7 +1,4 @@
-"""Division of the matrix V of the directions among workers (layout).
-
-A vector may be sharded: each member of a group keeps a slice.
-"""
+"""Division of the matrix V of the directions among workers (layout)."""
 
 import abc
 import dataclasses
@@ -41,11 +38,8 @@ class Shards:
         return self.count * self.length
 
     def local_slice(self, vector: tf.Tensor, rank: int) -> tf.Tensor:
-        """Return a rank's slices of vectors `(..., size or padded_size)`.
-
-        Slices of padded vectors need no copy.
-        """
-        if vector.shape[-1] == self.padded_size:
+        """Return a rank's slices of vectors `(..., size or padded_size)`."""
+        if vector.shape[-1] == self.padded_size:  # no copy
             start = rank % self.count * self.length
             return vector[..., start : start + self.length]
         values = vector[..., self.local_range(rank)]
@@ -210,9 +204,8 @@ class Layout(abc.ABC):
     ) -> Split:
         """Split the gradient g into `c = V^T g` and `g - V c`.
 
-        Reads `directions`, the local block of V^T, twice. `gradient` is local
-        if `reduces_gradients`, else the sum. The split is invalid on all
-        workers if `state_valid` is False on any.
+        `gradient` is local if `reduces_gradients`, else the sum. The split is
+        invalid on all workers if `state_valid` is False on any.
         """
 
     def coefficients(
@@ -251,7 +244,6 @@ class Layout(abc.ABC):
 class RowsLayout(Layout):
     """A worker keeps a slice of every direction, like the Lanczos basis.
 
-    Products with V^T all-reduce r numbers; products with V all-gather slices.
     `project_out` reduce-scatters the gradients, so gathering the remainder is
     the second half of their all-reduce.
     """
@@ -315,10 +307,7 @@ class RowsLayout(Layout):
 
 
 class ColumnsLayout(Layout):
-    """A worker keeps whole directions, as published (DHO2, algorithm 3).
-
-    Every product with V all-reduces a vector of length n.
-    """
+    """A worker keeps whole directions, as published (DHO2, algorithm 3)."""
 
     def __init__(self, geometry: Geometry, workers: int) -> None:
         columns = Shards(geometry.directions, workers)

@@ -58,13 +58,10 @@ class FOSIMethod(Method):
 
     All replicas train, and estimate the directions together before a step
     (DHO2).
-
-    Attributes:
-        states: The states of the replicas of this process.
     """
 
     settings: Settings
-    states: Sequence[State] = ()
+    states: Sequence[State] = ()  # of the replicas of this process
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

@@ -1,8 +1,4 @@
-"""MR-DHO2: accelerators estimate the curvature while workers train.
-
-A worker is a replica that trains; an accelerator is a replica that only
-estimates the curvature (DHO2, section IV).
-"""
+"""MR-DHO2: accelerators estimate the curvature while workers train."""
 
 import dataclasses
 import math
@@ -62,10 +58,8 @@ class FinalUpdate(Slots):
 
     For weights w at the start of the interval, the inner optimizer's total
     change d and the sum p of its gradients, the new weights are
-
-    `w + d - V V^T d - alpha V (V^T p / |lambda|)`.
-
-    This state is not saved: after loading, the interval starts again.
+    `w + d - V V^T d - alpha V (V^T p / |lambda|)`. The state is not saved:
+    after loading, the interval starts again.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -100,15 +94,12 @@ class FinalUpdate(Slots):
 
 
 class RoleState(State):
-    """State of a replica in MR-DHO2.
-
-    The replica is a worker (trains) or an accelerator (estimates curvature).
+    """State of a worker (trains) or an accelerator (estimates curvature).
 
     Attributes:
         accelerator: State of the Lanczos iteration; None on workers.
         progress: Number of finished iterations; 0 between estimations.
-        final_update: State of the published final update; None on
-            accelerators, and for `final_update="stale"`.
+        final_update: None on accelerators, and for `final_update="stale"`.
     """
 
     def __init__(
@@ -148,9 +139,7 @@ class MultiRoleMethod(FOSIMethod):
     During an interval, the accelerators run a Lanczos estimation at the
     interval's first weights, on their parts of its first batch, a few
     iterations per step (DHO2, section IV). At the end of the interval, the
-    workers receive the result.
-
-    After every step all replicas synchronise: the accelerators receive all
+    workers receive the result. After every step the accelerators receive all
     variables of the model from the first worker, so metrics, evaluation and
     saving work on every replica.
     """
@@ -230,10 +219,9 @@ class MultiRoleMethod(FOSIMethod):
         self._send_weights(state, everyone)
 
     def _schedule(self, state: RoleState) -> tuple[tf.Tensor, tf.Tensor]:
-        """Schedule the Lanczos iterations of this step, equal on every replica.
+        """Return True if an estimation begins, and the iterations to reach.
 
-        Iterations are spread evenly over the interval. Returns True if an
-        estimation begins, and the number of iterations to reach.
+        Both are equal on every replica.
         """
         clock = self.job.clock
         idle = tf.equal(state.progress, 0)
@@ -356,8 +344,7 @@ class MultiRoleMethod(FOSIMethod):
     # ----------------------------------------------------------- reporting
     @override
     def first(self, updates: int) -> str:
-        """See `FOSIMethod.first`; an estimation takes an interval of steps."""
-        timing = self.timing
+        timing = self.timing  # an estimation takes an interval of steps
         wait, interval = timing.warmup(self.states), timing.interval.get()
         if is_number(interval):
             wait += int(interval)
@@ -414,10 +401,9 @@ def hand_over(
     roles: Roles,
     everyone: Communicator,
 ) -> tuple[tf.Tensor, tf.Tensor] | None:
-    """Send each worker its block of V^T, and all Ritz values.
+    """Send each worker its block of V^T and all Ritz values, and return them.
 
-    On an accelerator, `spectrum` holds the local slices of V^T; returns None.
-    On a worker, `spectrum` is None; returns the Ritz values and the block.
+    `spectrum` is None on a worker; the result is None on an accelerator.
     """
     dtype, rank = layout.geometry.dtype, everyone.rank
     values_sender = roles.accelerators[0]
@@ -459,8 +445,7 @@ def pieces(
 ) -> Iterator[tuple[int, int, slice, slice, int]]:
     """Yield the pieces of V^T that accelerators send to workers.
 
-    Yields (worker, accelerator, directions, elements, first element on the
-    accelerator).
+    (worker, accelerator, directions, elements, accelerator's first element)
     """
     shards = layout.geometry.slices(len(roles.accelerators))
     for position, worker in enumerate(roles.workers):

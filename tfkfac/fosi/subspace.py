@@ -23,8 +23,6 @@ _WEAK = 1e-3
 # With the default rate 0.1, the longest step has the RMS length.
 _OUTLIER = 10.0
 _DECAY = 0.99  # decay per step of the mean square of step lengths
-
-
 # Default warm-up, as a fraction of the updates of the run, or in updates if
 # `fit` does not know the length of the run.
 WARMUP_SHARE = 0.075
@@ -49,8 +47,7 @@ class Subspace(Slots):
         square: Running mean square of the Newton steps' lengths.
         momentum: Local coefficients of the Newton steps' momentum.
         accumulated: Local coefficients of accumulated gradients, or None.
-        inner_momentum: Local elements of `V^T b` for plain SGD's momentum b,
-            or None.
+        inner_momentum: Local elements of `V^T b` for plain SGD's momentum b.
     """
 
     def __init__(self, layout: Layout, inner: InnerTraits, rank: int) -> None:
@@ -142,12 +139,10 @@ class Subspace(Slots):
         return self.layout.combine(self.directions, weights, group)
 
     def clip_outlier(self, c: tf.Tensor, group: Communicator) -> tf.Tensor:
-        """Scale `c = V^T g` down if its Newton step is an outlier.
+        """Clip the Newton step `c / |lambda|` at 10 times its RMS length.
 
-        The Newton step `c / |lambda|` grows with the gradient: one bad batch
-        could undo the training. The length of the step is clipped at
-        10 times the running RMS length, as SPAM clips gradient spikes (Huang et
-        al., 2025). The first step is not clipped.
+        One bad batch could undo the training. SPAM clips gradient spikes (Huang
+        et al., 2025). The first step is not clipped.
         """
         step = c * self.inverse_curvature(group.rank)
         square = tf.reduce_sum(tf.square(step))
@@ -179,10 +174,7 @@ class Subspace(Slots):
         return self.layout.local_values(inverse, rank)
 
     def rate_ratio(self) -> tf.Tensor:
-        """Return `lambda_max / lambda_k`.
-
-        Infinity if `lambda_k <= 0 < lambda_max`, and 1 if `lambda_max <= 0`.
-        """
+        """Return `lambda_max / lambda_k`; 1 if `lambda_max <= 0`."""
         largest = self.layout.geometry.largest
         values = tf.convert_to_tensor(self.ritz_values)
         top, kth = values[-1], values[-max(largest, 1)]
@@ -202,14 +194,11 @@ class State(Slots):
 
     Attributes:
         subspace: The directions; None on an accelerator.
-        estimations: Number of estimations so far.
-        last: Value of the clock at the start of the last estimation; -1
-            before the first.
+        last: Clock at the start of the last estimation; -1 before the first.
         failures: Number of estimations that were not finite.
         forgotten: Number of times that invalid directions were dropped.
-        warmup: Updates before the first estimation if `fit` knows the length
-            of the run; else -1.
-        largest_rate: The largest learning rate so far of the inner optimizer.
+        warmup: Updates before the first estimation; -1 if unknown.
+        largest_rate: The largest inner learning rate so far.
     """
 
     def __init__(self, layout: Layout, subspace: Subspace | None) -> None:
@@ -311,8 +300,7 @@ class NewtonRate:
     """The learning rate of Newton steps.
 
     For a number `alpha`, the rate is `alpha * rate / largest_rate`, with the
-    inner learning rate and its largest value so far. (The first inner rate may
-    be nearly 0, in a warm-up.)
+    inner learning rate and its largest value so far.
     """
 
     alpha: Hyperparameter  # a schedule gives the rate directly

@@ -19,11 +19,9 @@ from tfkfac.training.step import Gradients, Step, Update, indices_in
 
 
 def is_plain_sgd(job: Job) -> bool:
-    """Return True if the inner optimizer is SGD, with or without momentum.
+    """Return True for SGD whose weight change is linear in the gradients.
 
-    Its weight change is then linear in the gradients. Weight decay, clipping,
-    gradient accumulation and weights of a lower precision than the directions
-    are excluded.
+    Excludes weights of a lower precision than the directions.
     """
     inner, weights = job.inner_optimizer, job.model.trainable_variables
     nonlinear_options = (
@@ -62,10 +60,7 @@ def adopt(
     group: Communicator,
     job: Job,
 ) -> None:
-    """Replace the directions by the result of an estimation, if finite.
-
-    `directions` is the local block of V^T.
-    """
+    """Replace the directions by the result of an estimation, if finite."""
     # `ritz_values` is bitwise equal on all replicas: all take the same branch.
     finite = tf.reduce_all(tf.math.is_finite(ritz_values))
     count_each(
@@ -119,9 +114,7 @@ class SplitUpdate:
     """Run one update of FOSI (algorithm 3) on a worker.
 
     With `c = V^T g` and the inner optimizer's weight change d for the gradient
-    `g - V c`:
-
-    `w += s (d - V V^T d) - alpha V (m / |lambda|)`.
+    `g - V c`: `w += s (d - V V^T d) - alpha V (m / |lambda|)`.
 
     In general, d is known only after the inner step, and V is read four times.
     For plain SGD, V is read twice: `V^T (g - V c) = 0`, so `V^T d` is the
@@ -136,23 +129,26 @@ class SplitUpdate:
 
     def make(self) -> Update:
         """Split the gradients; return the gradients for the inner optimizer."""
-        if self._is_change_predictable():
+        weights = self.step.job.model.trainable_variables
+        all_present = len(indices_in(self.step, weights)) == len(weights)
+        if all_present and is_plain_sgd(self.step.job):
+            # `V^T d` is known before the inner step.
             _, remainders = self._split(self._sgd_step)
             if not self._scales_rate():
                 return Update(remainders)
-            return Update(remainders, self._add_after(self._scale))
+            return Update(
+                remainders,
+                self._add_after(lambda d: (self._rate_scale() - 1) * d),
+            )
         coefficients, remainders = self._split()
-        self._accumulate(coefficients)
+        accumulated = self.state.existing_subspace.accumulated
+        if accumulated is not None:  # the mean over accumulation steps
+            steps = self.step.job.inner_optimizer.gradient_accumulation_steps
+            accumulated.assign_add(coefficients / steps)
         return Update(
             remainders,
             self._add_after(lambda d: self._correct(d, coefficients)),
         )
-
-    def _is_change_predictable(self) -> bool:
-        """True if `V^T d` is known before the inner step."""
-        weights = self.step.job.model.trainable_variables
-        all_present = len(indices_in(self.step, weights)) == len(weights)
-        return all_present and is_plain_sgd(self.step.job)
 
     # ---------------------------------------------------------- the gradient
     def _split(
@@ -228,25 +224,11 @@ class SplitUpdate:
         # Check only p: V p is then finite, because `max |V p| <= |p|`.
         return zero_unless_finite(change)
 
-    def _scale(self, change: tf.Tensor) -> tf.Tensor:
-        """Return `(s - 1) d`; `_split` has added the change along V."""
-        return (self._rate_scale() - 1) * change
-
     # --------------------------------------------------- any inner optimizer
-    def _accumulate(self, coefficients: tf.Tensor) -> None:
-        """Add coefficients to the mean over gradient accumulation steps."""
-        accumulated = self.state.existing_subspace.accumulated
-        if accumulated is not None:
-            steps = self.step.job.inner_optimizer.gradient_accumulation_steps
-            accumulated.assign_add(coefficients / steps)
-
     def _add_after(
         self, correction: Callable[[tf.Tensor], tf.Tensor]
     ) -> Callable[[], None]:
-        """Callback that adds `correction(d)` after the inner step.
-
-        The inner change d is the difference of the weights around that step.
-        """
+        """Callback that adds `correction(d)` after the inner step."""
         model = self.step.job.model
         weights = model.trainable_variables
         space, length = flat_space(weights), self.state.layout.length

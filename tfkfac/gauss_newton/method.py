@@ -72,8 +72,6 @@ class State(Slots):
     Attributes:
         damping: Damping of the first try of the next step, float64.
         previous: The previous step d; zero if it was rejected.
-        tries: Number of tries of all steps.
-        rejected: Number of steps without an accepted try.
         settled: Number of steps whose reduction is below rounding errors.
         last: Values of `last_step`, not saved.
     """
@@ -112,18 +110,9 @@ class State(Slots):
         )
         self.last.assign(tf.stack([tf.cast(v, tf.float64) for v in values]))
 
-    def last_step(self) -> dict[str, float]:
-        """Values of the last step; empty before the first step."""
-        values = [float(v) for v in self.last.numpy()]
-        has_run = not math.isnan(values[-1])
-        return dict(zip(_NAMES, values, strict=True)) if has_run else {}
-
 
 class GaussNewtonMethod(Method):
-    """Exact minimisation of the damped Gauss-Newton model of a batch.
-
-    Arguments as in `GaussNewton`.
-    """
+    """Exact minimisation of the damped Gauss-Newton model of a batch."""
 
     settings: Settings
 
@@ -179,8 +168,7 @@ class GaussNewtonMethod(Method):
     ) -> Callable[[tf.Tensor], Gradients]:
         """Drop Keras' gradients, which the Jacobian makes redundant.
 
-        Returns a function from a step d to the gradients -d, with which SGD at
-        learning rate 1 computes `w + d`.
+        Returns a function from a step d to the gradients -d for SGD.
         """
         indices = iter(indices_in(step, self.job.model.trainable_variables))
         weight_indices = [
@@ -310,7 +298,11 @@ class GaussNewtonMethod(Method):
     # ----------------------------------------------------------- reporting
     def last_step(self) -> dict[str, float]:
         """Values of the last step; empty before the first step."""
-        return self.states[0].last_step() if self.states else {}
+        if not self.states:
+            return {}
+        values = [float(v) for v in self.states[0].last.numpy()]
+        has_run = not math.isnan(values[-1])
+        return dict(zip(_NAMES, values, strict=True)) if has_run else {}
 
     @override
     def summary(self) -> list[str]:

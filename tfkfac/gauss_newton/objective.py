@@ -95,10 +95,7 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Jacobian:
-    """The Jacobian K of the residuals of a batch, computed in blocks.
-
-    The number of residuals is m, the number of weights n.
-    """
+    """The Jacobian K `(m, n)` of the residuals of a batch, in blocks."""
 
     model: keras.Model
     rows: Sequence[Rows]
@@ -157,10 +154,7 @@ class Jacobian:
         return sums
 
     def second_derivatives(self, change: tf.Tensor) -> tf.Tensor:
-        """Compute `B^T y''`, `(m,)`, for the second derivative along a change.
-
-        Uses central differences, with two forward passes.
-        """
+        """Compute `B^T y''`, `(m,)`, along a change by central differences."""
 
         @functools.partial(tf.function, autograph=False)
         def outputs(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -216,11 +210,7 @@ class Jacobian:
         return total
 
     def _output_rows(self, rows: Rows) -> Callable[..., tf.Tensor]:
-        """Return a function that computes J for a range of examples.
-
-        J has shape `(examples, size, n)`. The function is traced when first
-        called.
-        """
+        """Return a function from a range to J, `(examples, size, n)`."""
         seeds = tf.eye(rows.size, dtype=self.space.dtype)
         loop, dtype = needs_loop(self.model), self.space.dtype
 
@@ -275,12 +265,8 @@ def flat_output(output: tf.Tensor, loss_input: LossInput) -> tf.Tensor:
 
 
 def activations(model: keras.Model, rows: Rows) -> int:
-    """Number of scalars that a forward pass computes per example.
-
-    0 for models that need a loop, because the loop stores the scalars of a few
-    examples only.
-    """
-    if needs_loop(model):
+    """Number of scalars that a forward pass computes per example."""
+    if needs_loop(model):  # the loop stores the scalars of a few examples only
         return 0
 
     def forward(*points: tf.Tensor) -> Any:
@@ -311,12 +297,7 @@ class Objective:
 
     @classmethod
     def of(cls, step: Step, space: FlatSpace) -> "Objective":
-        """Create the objective from the batch of a step.
-
-        Raises:
-            ValueError: If the loss was not computed by `compute_loss`, or has
-                no residuals of single examples, see `check_call`.
-        """
+        """Create the objective from the batch of a step."""
         model = step.job.model
         call = find_call(model, step.batch, ForwardTap.open(model).pop_items())
         check_call(model, call, step.loss.losses)
@@ -326,8 +307,7 @@ class Objective:
     @property
     def weights(self) -> list[keras.Variable]:
         """All trainable weights of the model."""
-        weights: list[keras.Variable] = self.step.job.model.trainable_variables
-        return weights
+        return self.step.job.model.trainable_variables
 
     @property
     def residuals(self) -> int | tf.Tensor:
@@ -346,9 +326,8 @@ class Objective:
     ) -> tuple[tf.Tensor, Jacobian]:
         """Return the loss, float64, and the Jacobian at the current weights.
 
-        Loss and Jacobian are over this replica's examples. The outputs of the
-        training step's forward pass are reused. `block` is the number of
-        rows per block of the Jacobian.
+        Both are over this replica's examples, and reuse the outputs of the
+        training step's forward pass.
         """
         model, dtype = self.step.job.model, self.space.dtype
         values = [tf.identity(v.value) for v in self.weights]
@@ -461,8 +440,7 @@ def find_loss_inputs(
 ) -> list[LossInput]:
     """Find the outputs or logits that the losses of a step use.
 
-    `slopes` are the gradients of the loss at the leaves of the readings, and
-    `dtype` is the dtype of the results.
+    `slopes` are the gradients of the loss at the leaves of the readings.
     """
     losses, replicas = step.loss.losses, step.job.topology.replicas
     shares = step.loss.shares or [tf.ones([], tf.float64)] * len(losses)

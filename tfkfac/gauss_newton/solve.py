@@ -65,8 +65,7 @@ class NormalEquations(abc.ABC):
     ) -> tf.Tensor:
         """Return the correction of a step by geodesic acceleration.
 
-        `derivatives` is `r''`, `(m,)`, in the space of residuals, and
-        `K^T r''`, `(n,)`, in the space of weights.
+        `derivatives` is `r''` in the space of residuals, else `K^T r''`.
         """
 
     @abc.abstractmethod
@@ -151,11 +150,7 @@ LARGEST = 1e6  # upper bound of the damping
 
 
 class Search(NamedTuple):
-    """Result of the trial steps of one optimizer step.
-
-    A step is settled if the predicted reduction of the loss is below the
-    rounding error of the loss.
-    """
+    """Result of the trial steps of one optimizer step."""
 
     damping: tf.Tensor  # for the next try or step, float64
     growth: tf.Tensor  # factor of the damping if the next try is rejected
@@ -165,7 +160,7 @@ class Search(NamedTuple):
     predicted: tf.Tensor  # reduction of the quadratic model
     actual: tf.Tensor  # reduction of the loss
     accepted: tf.Tensor
-    settled: tf.Tensor
+    settled: tf.Tensor  # True if `predicted` is below the loss's rounding error
 
 
 def search(
@@ -182,10 +177,8 @@ def search(
     """Try at most `max_tries` dampings until a step lowers the loss.
 
     The first try minimises around `start = momentum`, later tries around zero.
-    `loss`, after a change of the weights, is float64 but computed in
-    `precision`, like `before`. `second_derivatives` maps a step to the argument
-    of `correction`. Both functions may use collectives, because all replicas
-    make the same tries.
+    `loss` is float64 but computed in `precision`, like `before`. Functions may
+    use collectives, because all replicas make the same tries.
     """
     gradient, dtype = equations.gradient, equations.gradient.dtype
     rounding_error = _MIN_REDUCTION * rounding(precision) * tf.abs(before)

@@ -1,8 +1,4 @@
-"""Checks of models, losses and memory for exact Gauss-Newton steps.
-
-An error names the layer or loss that has no residuals of single examples, or
-the bytes of a step that is too large.
-"""
+"""Checks of models, losses and memory for exact Gauss-Newton steps."""
 
 import math
 import warnings
@@ -26,12 +22,7 @@ _ADVICE = "Leave it out, or use `tfkfac.KFAC` or another optimizer."
 
 
 def check_model(model: keras.Model) -> None:
-    """Check a model before the first step.
-
-    Raises:
-        ValueError: If the model overrides `compute_loss`, computes in half
-            precision, or has constraints or regularisers other than L2.
-    """
+    """Check a model before the first step."""
     if type(model).compute_loss is not keras.Model.compute_loss:
         raise ValueError(
             f"Model '{model.name}' overrides `compute_loss`. `GaussNewton` "
@@ -70,11 +61,7 @@ def train_without_xla(model: keras.Model) -> None:
 
 
 def l2_of(variable: keras.Variable) -> float:
-    """Return the factor of a variable's L2 penalty; 0 without a penalty.
-
-    Raises:
-        ValueError: If the variable has a regulariser other than L2.
-    """
+    """Return the factor of a variable's L2 penalty; 0 without a penalty."""
     l2 = variable.regularizer
     if l2 is None:
         return 0.0
@@ -91,12 +78,7 @@ def l2_of(variable: keras.Variable) -> float:
 def check_call(
     model: keras.Model, call: ForwardCall, terms: Sequence[LossTerms]
 ) -> None:
-    """Check the first call of a model and its losses.
-
-    Raises:
-        ValueError: If the outputs of an example depend on other examples or
-            change between calls, or if a loss has no Gauss-Newton matrix.
-    """
+    """Check the first call of a model and its losses."""
     for leaf in keras.tree.flatten((call.args, call.kwargs)):
         if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
             raise ValueError(
@@ -221,11 +203,10 @@ class Limits(NamedTuple):
     def block(self) -> int:
         """Number of rows of K per block in the space of parameters.
 
-        A block has all rows of its examples, and about `max(n, 256)` rows:
-        small blocks stay in the processor's cache, but with fewer than n rows,
-        adding `K^T K` to the sum takes as long as computing `K^T K`. The
-        activations need memory and time as well, so the number of rows is
-        multiplied by `2 n / (2 n + activations)`.
+        About `max(n, 256)` rows: small blocks stay in the processor's cache,
+        but with fewer than n rows, adding `K^T K` to the sum takes as long as
+        computing it. Activations need memory and time as well, so the number
+        is multiplied by `2 n / (2 n + activations)`.
         """
         fraction = 2 * self.weights / (2 * self.weights + self.activations)
         rows = int(max(self.weights, _MIN_BLOCK_ROWS) * fraction)
@@ -290,14 +271,10 @@ class Limits(NamedTuple):
 def choose_solve_spaces(
     limits: Limits, solve: str, residuals: int | None, only: str | None
 ) -> tuple[str, ...]:
-    """Choose the space in which a step is solved: residuals or parameters.
+    """Choose the space in which a step is solved; both if chosen at run time.
 
-    Returns both spaces if the batch size decides at run time. `residuals` is
-    the number of residuals, None if not static; `only` is the result of
-    `why_only_parameters`.
-
-    Raises:
-        ValueError: If no space is allowed.
+    `residuals` is the number of residuals, None if not static; `only` is the
+    result of `why_only_parameters`.
     """
     if only is not None:
         if solve == RESIDUALS:

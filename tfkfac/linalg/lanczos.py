@@ -63,13 +63,9 @@ class Residual(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """Next basis row before normalisation.
+    """Next basis row before normalisation."""
 
-    The vector is orthogonal to all rows, except for a random vector after a
-    breakdown.
-    """
-
-    vector: tf.Tensor
+    vector: tf.Tensor  # Orthogonal to all rows, unless fresh.
     length: tf.Tensor
     fresh: tf.Tensor  # True for a random vector after a breakdown.
     scale: tf.Tensor  # Largest element of the tridiagonal matrix so far.
@@ -105,12 +101,9 @@ class Lanczos:
     continues from a random vector, so that no row is rounding noise divided by
     a value near zero.
 
-    Args:
-        product: Function that multiplies a vector (shard) by the operator.
-        size: Size of the operator.
-        draw: Function from the index of an iteration to (the shard of) a
-            random vector of norm about 1.
-        reduce: Sum over all devices. Defaults to the identity.
+    `product` multiplies a vector (shard) by the operator. `draw` maps the index
+    of an iteration to (the shard of) a random vector of norm about 1. `reduce`
+    sums over all devices.
     """
 
     def __init__(
@@ -128,10 +121,7 @@ class Lanczos:
     def run(
         self, vector: tf.Tensor, steps: int
     ) -> tuple[Tridiagonal, list[tf.Tensor]]:
-        """Run `steps` iterations from a start vector (shard).
-
-        Return the tridiagonal matrix, and the basis as matrices of rows.
-        """
+        """Return the tridiagonal matrix, and the basis as matrices of rows."""
         if tf.executing_eagerly():
             return self._run_eagerly(vector, steps)
         state = self.advance(self.begin(vector, steps), 0, steps)
@@ -210,8 +200,7 @@ class Lanczos:
     ) -> tuple[Tridiagonal, Candidate]:
         """Run one iteration and return the new elements and the next candidate.
 
-        `add` adds a row to the basis and returns the basis, in which rows of
-        zeros may follow.
+        `add` adds a row and returns the basis; rows of zeros may follow.
         """
         row, image = self._multiply(candidate)
         matrices, previous = add(row)
@@ -258,10 +247,7 @@ class Lanczos:
         )
 
     def _multiply(self, candidate: Candidate) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the row of a candidate and the product with the row.
-
-        For a fresh candidate, return zeros and the vector of the candidate.
-        """
+        """Return row and product; zeros and the vector if it is fresh."""
         vector, length, fresh = candidate[:3]
         row = vector * tf.where(fresh, tf.zeros_like(length), 1 / length)
         image = self._product(row)
@@ -306,10 +292,7 @@ def default_steps(size: int, pairs: int) -> int:
 
 
 class RitzPairs(NamedTuple):
-    """Ritz pairs of both ends of a spectrum, in float64.
-
-    If the iteration found fewer pairs, missing values and weights are zero.
-    """
+    """Ritz pairs of both ends of a spectrum, in float64; zero if missing."""
 
     values: tf.Tensor  # Values `(r,)`, ascending.
     weights: tf.Tensor  # Coefficients of vectors in the basis, `(r, steps)`.

@@ -33,17 +33,9 @@ def polar_factors(
 ) -> list[tf.Tensor]:
     """Approximate the polar factor `U V^T` of each block of columns `U S V^T`.
 
-    Very small singular values stay below 1 if there are few iterations. For a
-    vector the result is exact. Zero blocks stay zero. The squared norms must be
-    representable in the dtype. Blocks of equal shapes are batched.
-
-    Args:
-        matrices: Float tensors `(..., rows, columns)` of static shapes.
-        block: Maximum number of columns of a block. None is no limit.
-        iterations: Number of polynomials to apply.
-
-    Returns:
-        Tensors of the same shapes.
+    The matrices are `(..., rows, columns)` with static shapes and squared norms
+    that the dtype can represent. For a vector the result is exact. Zero blocks
+    stay zero. A block has at most `block` columns; None is no limit.
     """
     blocks = [_columns(matrix, block) for matrix in matrices]
     by_shape: dict[tuple[int, int, tf.DType], list[int]] = {}
@@ -58,16 +50,11 @@ def polar_factors(
 
 
 def block_width(columns: int, block: int | None) -> int:
-    """Return the number of columns of each block of a matrix.
-
-    It is the largest divisor of `columns` up to `block`. If this divisor is too
-    small, it is `ceil(columns / ceil(columns / block))`, and the last block is
-    padded.
-    """
+    """Return the number of columns of each block of a matrix."""
     if block is None or columns <= block:
         return columns
     width = next(k for k in range(block, 0, -1) if columns % k == 0)
-    if width < _MIN_WIDTH * block:
+    if width < _MIN_WIDTH * block:  # pad the last block
         width = math.ceil(columns / math.ceil(columns / block))
     return width
 

@@ -25,14 +25,9 @@ def symmetrize(matrix: tf.Tensor) -> tf.Tensor:
 def eigh(matrix: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Eigendecomposition of symmetric matrices, eigenvalues clamped at zero.
 
+    Returns ascending eigenvalues `(..., n)`, and eigenvectors as columns.
     TensorFlow's CPU kernel raises for non-finite matrices, which would end
     training. Here they result in NaN, which the caller has to reject.
-
-    Args:
-        matrix: Symmetric matrices of shape `(..., n, n)`.
-
-    Returns:
-        Eigenvalues `(..., n)`, ascending, and eigenvectors as columns.
     """
     finite = all_finite([matrix])
     identity = tf.eye(tf.shape(matrix)[-1], dtype=matrix.dtype)
@@ -43,11 +38,6 @@ def eigh(matrix: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.where(finite, tf.maximum(values, 0), nan), vectors
 
 
-def mean_eigenvalue(matrix: tf.Tensor) -> tf.Tensor:
-    """`trace(M) / n`, shape `(...,)`, of matrices `(..., n, n)`."""
-    return tf.reduce_mean(tf.linalg.diag_part(matrix), -1)
-
-
 def damped_inverse(
     matrix: tf.Tensor, damping: tf.Tensor, large: bool | None = None
 ) -> tf.Tensor:
@@ -55,12 +45,8 @@ def damped_inverse(
 
     The damping is at least the rounding error of the factorisation, `4 eps
     trace(M)`, so that a singular matrix has an inverse. If the factorisation
-    fails, the result is NaN, which the caller has to reject.
-
-    Args:
-        matrix: Symmetric matrices M of shape `(..., n, n)`.
-        damping: Damping of shape `(...,)` or a scalar.
-        large: True to use block inversion. Defaults to `n >= LARGE`.
+    fails, the result is NaN, which the caller has to reject. `large` selects
+    block inversion; None for `n >= LARGE`.
     """
     root = _damped_cholesky(matrix, damping)
     if large is None:
@@ -151,11 +137,7 @@ def bands(rows: tf.Tensor) -> list[tf.Tensor]:
     """Compute the upper triangle of `rows^T rows` in bands, for `from_bands`.
 
     A band has some rows of the product, from the diagonal block on. This saves
-    3/8 of the operations, and 1/3 of the time from 1,000 columns on. Sums of
-    products can be computed band by band.
-
-    Args:
-        rows: Matrix `(m, n)` with static n.
+    3/8 of the operations, and 1/3 of the time from 1,000 columns on.
     """
     edges = _edges(rows.shape[1])
     return [

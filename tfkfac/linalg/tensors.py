@@ -11,11 +11,10 @@ def all_finite(tensors: list[tf.Tensor]) -> tf.Tensor:
 
 
 def are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return a bool vector: True for each tensor without NaN and infinity.
+    """Return a bool vector: True for each tensor with a finite sum.
 
-    The sum of a tensor is tested, because a sum propagates NaN and infinity
-    and is several times faster than an element-wise test. Tensors whose sum
-    overflows float32 count as not finite.
+    A sum propagates NaN and infinity, and is several times faster than an
+    element-wise test.
     """
     wide = [tf.cast(t, tf.float32) if t.dtype.size < 4 else t for t in tensors]
     # Share constants for the axes: default axes add an operation per sum.
@@ -27,11 +26,8 @@ def are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def select(flag: tf.Tensor, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-    """Return x if a scalar flag is true, else y.
-
-    Equal to `tf.where`, which broadcasts the flag on a CPU and takes ten times
-    as long as a copy.
-    """
+    """Return x if a scalar flag is true, else y."""
+    # `tf.where` broadcasts the flag on a CPU and takes ten times as long.
     return tf.raw_ops.Select(condition=flag, x=x, y=y)
 
 

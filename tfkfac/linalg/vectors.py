@@ -23,10 +23,6 @@ class FlatSpace:
 
     The vector concatenates the row-major tensors in order. Its dtype is float64
     if any tensor is float64, else float32.
-
-    Args:
-        shapes: Static shapes of the tensors.
-        dtypes: Dtypes of the tensors.
     """
 
     def __init__(
@@ -46,10 +42,7 @@ class FlatSpace:
     def join(
         self, tensors: Sequence[tf.Tensor | None], length: int | None = None
     ) -> tf.Tensor:
-        """Concatenate tensors (None: zeros) to a vector of static length.
-
-        The vector is padded with zeros to `length`, if given.
-        """
+        """Concatenate tensors (None: zeros), and pad with zeros to `length`."""
         flat_tensors = [
             tf.zeros([size], self.dtype)
             if tensor is None
@@ -99,7 +92,6 @@ def _sum_chunks(matrix: tf.Tensor, vector: tf.Tensor) -> tf.Tensor:
 def padded_size(size: int) -> int:
     """Round the size of a long vector up to a multiple of `_PADDING`.
 
-    Padded vectors are split into chunks without a copy. Short vectors, which
-    could grow by more than 1/8, keep their size.
+    Short vectors, which could grow by more than 1/8, keep their size.
     """
     return size if size <= 8 * _PADDING else -(-size // _PADDING) * _PADDING

@@ -1,5 +1,7 @@
 """Inverse solver: inverses of the damped factors, or their Cholesky roots."""
 
+import functools
+
 import tensorflow as tf
 from typing_extensions import override
 
@@ -61,10 +63,7 @@ class InverseSolver(Solver):
     def apply(
         self, factors: Factors, decomposition: Tensors, gradient: LayerGradient
     ) -> LayerGradient:
-
-        def times(name: str, matrix: tf.Tensor, side: Side) -> tf.Tensor:
-            return self._times(factors, decomposition, name, matrix, side)
-
+        times = functools.partial(self._times, factors, decomposition)
         if isinstance(gradient, RowGradient):
             return RowGradient(
                 times("A", gradient.a, "right"), times("G", gradient.g, "right")
@@ -79,11 +78,10 @@ class InverseSolver(Solver):
     def apply_back(
         self, factors: Factors, decomposition: Tensors, matrix: tf.Tensor
     ) -> tf.Tensor:
+        times = functools.partial(self._times, factors, decomposition)
         for name, side in SIDES.items():
             if name in factors:
-                matrix = self._times(
-                    factors, decomposition, name, matrix, side, back=True
-                )
+                matrix = times(name, matrix, side, back=True)
         return matrix
 
     def _times(

@@ -61,11 +61,7 @@ def register_solver(name: str, solver_class: type[Solver]) -> None:
 
 
 def make_solver(name: str, by_roots: bool = False) -> Solver:
-    """Create an instance of a registered solver.
-
-    Raises:
-        ValueError: If the solver has no `apply_back`, which roots need.
-    """
+    """Create an instance of a registered solver."""
     solver_class = SOLVERS[name]
     if by_roots and solver_class.apply_back is Solver.apply_back:
         raise ValueError(
