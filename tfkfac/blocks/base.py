@@ -234,18 +234,14 @@ class MatrixBlock(Block):
 
     # Number of independent groups; 0 if factors have no group axis.
     groups: int = 0
+    _kernel_name = "kernel"  # attribute of the layer
+    _covers_bias = True
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
-        self._kernel = self._find_kernel()
-        bias = self._find_bias()
+        self._kernel = getattr(layer, self._kernel_name)
+        bias = getattr(layer, "bias", None) if self._covers_bias else None
         self._bias = [bias] if bias is not None and bias.trainable else []
-
-    def _find_kernel(self) -> keras.Variable:
-        return self.layer.kernel
-
-    def _find_bias(self) -> keras.Variable | None:
-        return getattr(self.layer, "bias", None)
 
     @staticmethod
     @override

@@ -157,16 +157,12 @@ class SeparableDepthwiseBlock(DepthwiseConvBlock):
     """Depthwise kernel of a separable convolution; it has no bias."""
 
     kind = "SeparableConv, depthwise"
+    _kernel_name = "depthwise_kernel"
+    _covers_bias = False
 
     @override
     def trace_key(self, record: Record) -> None:
         return None  # the statistics depend on the pointwise kernel
-
-    def _find_kernel(self) -> keras.Variable:
-        return self.layer.depthwise_kernel
-
-    def _find_bias(self) -> keras.Variable | None:
-        return None
 
     @override
     def _gradients(self, gradient: tf.Tensor) -> tf.Tensor:
@@ -185,9 +181,7 @@ class SeparablePointwiseBlock(MatrixBlock):
 
     kind = "SeparableConv, pointwise"
     examples_first = True
-
-    def _find_kernel(self) -> keras.Variable:
-        return self.layer.pointwise_kernel
+    _kernel_name = "pointwise_kernel"
 
     @override
     def rows(self, record: Record) -> Rows:
@@ -283,9 +277,7 @@ class ConvTransposeBlock(MatrixBlock):
 
     kind = "ConvTranspose"
     examples_first = True
-
-    def _find_bias(self) -> keras.Variable | None:
-        return None
+    _covers_bias = False
 
     def _output_size(self) -> int:
         return math.prod(self._kernel.shape[:-1])

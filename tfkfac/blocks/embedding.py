@@ -25,12 +25,8 @@ class EmbeddingBlock(MatrixBlock):
 
     kind = "Embedding"
     examples_first = True
-
-    def _find_kernel(self) -> keras.Variable:
-        return self.layer.embeddings
-
-    def _find_bias(self) -> keras.Variable | None:
-        return None
+    _kernel_name = "embeddings"
+    _covers_bias = False
 
     @functools.cached_property
     @override
@@ -107,14 +103,12 @@ class ProjectionBlock(DenseBlock):
     """Untied projection weights of a `ReversibleEmbedding`: a dense layer."""
 
     kind = "Projection"
+    _kernel_name = "reverse_embeddings"
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
         # Not with a soft cap: `rows` then needs the whole `record.output`.
         self.examples_first = layer.logit_soft_cap is None
-
-    def _find_kernel(self) -> keras.Variable:
-        return self.layer.reverse_embeddings
 
     @staticmethod
     @override
@@ -147,9 +141,7 @@ class TiedProjectionBlock(ProjectionBlock):
     """Projection with tied weights: the kernel is the embedding transposed."""
 
     swapped = True
-
-    def _find_kernel(self) -> keras.Variable:
-        return self.layer.embeddings
+    _kernel_name = "embeddings"
 
     @functools.cached_property
     @override
@@ -174,9 +166,7 @@ class PositionEmbeddingBlock(EmbeddingBlock):
     """Position embedding of keras-hub, with positions as tokens."""
 
     kind = "PositionEmbedding"
-
-    def _find_kernel(self) -> keras.Variable:
-        return self.layer.position_embeddings
+    _kernel_name = "position_embeddings"
 
     @override
     def rows(self, record: Record) -> Rows:

@@ -51,10 +51,8 @@ class Examples:
 
     The first examples would be biased: batches may be sorted, and the first
     axis of a layer may include time or patches. Over successive offsets, each
-    example is selected equally often, so sums times `weight` are unbiased.
-
-    Attributes:
-        weight: Batch size divided by the number of selected examples, float64.
+    example is selected equally often. `weight` is the batch size divided by
+    the number of selected examples, float64.
     """
 
     def __init__(self, size: int | tf.Tensor, subsample: Subsample) -> None:
@@ -109,29 +107,22 @@ K = TypeVar("K")
 
 
 class View(NamedTuple):
-    """Settings of the batch statistics: weight sharing, scales, subsample.
+    """Settings of the batch statistics: weight sharing, scales, subsample."""
 
-    Attributes:
-        sharing: "expand", "reduce" or "average".
-        scale: Factor that converts recorded gradients, of the mean loss times
-            constants, to gradients of a single loss term. Defaults to 1.
-        weightless: Bools of shape `(B, positions)`, True where a sample
-            weight is zero. Rows without loss do not count in A.
-        terms: The number of loss terms `T`. None is the size of the layer's
-            first axis; gradients are then multiplied by this size, too.
-        subsample: Subsample of the examples; None for the whole batch.
-        loss_weights: For each loss, the weight of the Fisher matrix of a term;
-            empty for a single loss.
-        unscale: Factor of the gradients, applied before their products, which
-            may overflow with loss scaling. None is 1.
-    """
-
-    sharing: str
+    sharing: str  # "expand", "reduce" or "average"
+    # Factor that converts recorded gradients, of the mean loss times constants,
+    # to gradients of a single loss term.
     scale: tf.Tensor | float = 1.0
+    # Bools `(B, positions)`, True where a sample weight is zero. Rows without
+    # loss do not count in A.
     weightless: Sequence[tf.Tensor] = ()
+    # Number of loss terms `T`. None is the size of the layer's first axis;
+    # gradients are then multiplied by this size, too.
     terms: tf.Tensor | None = None
     subsample: Subsample | None = None
+    # For each loss, the weight of the Fisher matrix of a term.
     loss_weights: Sequence[tf.Tensor] = ()
+    # Applied to the gradients before their products, which may overflow.
     unscale: tf.Tensor | None = None
 
     def scalars(self) -> dict[str, tf.Tensor]:
@@ -327,9 +318,8 @@ def _row_weights(
 ) -> tf.Tensor | None:
     """Return the weights of the rows in A, 1 or 0; None if all are 1.
 
-    Weight 0: rows that are padded or have sample weight 0, and have gradient
-    0. Such a row with a nonzero gradient counts: a later layer may ignore the
-    mask, or another output may have another sample weight.
+    A padded or weightless row with a nonzero gradient counts: a later layer may
+    ignore the mask, or another output may have another sample weight.
     """
     if not weightless and rows.mask is None:
         return None

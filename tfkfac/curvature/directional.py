@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import keras
 import numpy as np
@@ -28,16 +28,6 @@ from tfkfac.loss.shares import LossMeasure
 _OTHER_SIZE = 7
 # Model attribute that caches results of `takes_any_batch` by input specs.
 _KNOWN_CALLS = "_tfkfac_known_calls"
-
-
-class Selection(Protocol):
-    """Selected examples of a batch, such as `blocks.statistics.Examples`."""
-
-    weight: tf.Tensor
-    """Batch size divided by the number of selected examples, float64."""
-
-    def of(self, tensor: tf.Tensor) -> tf.Tensor | None:
-        """Return the rows of a tensor that belong to the selected examples."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +57,13 @@ class LossInputs:
         call = dataclasses.replace(call, outputs=None)
         return cls(call, arguments, loss.shares, summed)
 
-    def select(self, choose: Callable[[tf.Tensor], Selection]) -> Self:
-        """Select some examples by `choose`, a function of the batch size.
+    def select(self, choose: Callable[[tf.Tensor], Any]) -> Self:
+        """Select some examples that represent the whole batch.
 
-        All examples are used if an input is sparse or ragged, or if inputs
-        may relate the examples to each other, as the edges of a graph do: if
-        their leading dimensions differ, or another dimension is as large.
+        `choose` maps the batch size to `blocks.statistics.Examples`. All
+        examples are used if an input is sparse or ragged, or if inputs may
+        relate the examples to each other, as the edges of a graph do: if their
+        leading dimensions differ, or another dimension is as large.
         """
         batch = (self.call.args, self.call.kwargs, self.arguments)
         leaves = [x for x in keras.tree.flatten(batch) if _has_examples(x)]

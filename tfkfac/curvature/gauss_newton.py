@@ -2,12 +2,8 @@
 
 The form is `d^T J^T H J d`, where J is the Jacobian of the inputs of the loss,
 and H is the Hessian of the loss with respect to these inputs. The inputs are
-the model outputs. For Keras' cross-entropies after Keras' softmax or sigmoid,
-the inputs are the logits.
-
-H is positive semidefinite if the loss is convex in its inputs. This is the
-case for Keras' squared errors, cross-entropies, Poisson and Kullback-Leibler
-losses.
+the model outputs, or the logits for Keras' cross-entropies after Keras' softmax
+or sigmoid. H is positive semidefinite if the loss is convex in its inputs.
 """
 
 import itertools

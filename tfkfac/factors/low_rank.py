@@ -104,6 +104,7 @@ class LowRank(Factor):
     stack_shape: tuple[int, ...] = ()
 
     any_size: ClassVar[bool] = False  # `probes` depend on the static size
+    whole_size: ClassVar[int] = 0
 
     @property
     def _basis_shape(self) -> tuple[int, ...]:
@@ -114,11 +115,6 @@ class LowRank(Factor):
     @override
     def storage(self) -> Part:
         return MatrixPart((*self.stack_shape, self.size + 1, self.rank))
-
-    @property
-    @override
-    def whole_size(self) -> int:
-        return 0
 
     @property
     @override

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import ClassVar
 
 import tensorflow as tf
 from typing_extensions import override
@@ -187,15 +188,12 @@ class Diagonal(Factor):
 
     size: int
 
+    whole_size: ClassVar[int] = 0
+
     @property
     @override
     def storage(self) -> Part:
         return Part((self.size,))
-
-    @property
-    @override
-    def whole_size(self) -> int:
-        return 0
 
     @property
     @override
