@@ -125,8 +125,9 @@ class NormalizationBlock(Block):
 
     @property
     def _signature(self) -> Hashable:
-        """Cache key of the layer's computation: config, identity if custom."""
+        """Cache key of the layer's computation."""
         layer, layer_class = self.layer, type(self.layer)
+        # The config of a custom layer may not describe its computation.
         if getattr(keras.layers, layer_class.__name__, None) is not layer_class:
             return id(layer)
         config = {k: v for k, v in layer.get_config().items() if k != "name"}

@@ -34,7 +34,7 @@ class Geometry(NamedTuple):
 
 
 def extract_patches(inputs: tf.Tensor, geometry: Geometry) -> list[tf.Tensor]:
-    """Slice an image `(batch, *outputs, channels)` at each kernel offset."""
+    """Return a slice `(batch, *outputs, channels)` for each kernel offset."""
     kernel_size, strides, _, dilation = geometry
     image, counts = fit(inputs, geometry)
     starts = [
@@ -114,7 +114,7 @@ def plus(size: Any, increment: int) -> Any:
 def fit_axis(
     size: Any, extent: int, stride: int, padding: str
 ) -> tuple[Any, Any]:
-    """Padding before, and output size, of one dimension; integers as `size`."""
+    """Padding before, and output size, of one dimension; integers if static."""
     if padding == "valid":
         return 0, (size - extent) // stride + 1
     if padding == "causal":
@@ -183,7 +183,7 @@ class AllChannelPairs:
 
 
 class SameChannelPairs(AllChannelPairs):
-    """Sums of products of each channel with itself; end with `(channels,)`."""
+    """Sums of products of each channel with itself, `(..., channels)`."""
 
     @override
     def correlation(self, images: tf.Tensor, size: Sequence[int]) -> tf.Tensor:

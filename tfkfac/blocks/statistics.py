@@ -397,7 +397,7 @@ def _compare(
     """Find the choice of records whose sum equals the applied gradient.
 
     Returns the index of the first equal choice, else of the first parallel
-    one, else of the one with the smallest angle, for which the bool is False.
+    choice, else of the choice with the smallest angle; and False in this case.
     """
     rows = [tf.reshape(matrix, [1, -1]) for matrix in (*recorded, gradient)]
     matrix = tf.concat(rows, 0)

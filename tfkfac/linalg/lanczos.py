@@ -247,7 +247,7 @@ class Lanczos:
         )
 
     def _multiply(self, candidate: Candidate) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return row and product; zeros and the vector if it is fresh."""
+        """Return the row and its product; zeros and the vector if fresh."""
         vector, length, fresh = candidate[:3]
         row = vector * tf.where(fresh, tf.zeros_like(length), 1 / length)
         image = self._product(row)
