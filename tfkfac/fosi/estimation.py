@@ -22,14 +22,10 @@ from tfkfac.linalg.lanczos import (
 
 
 class Spectrum(NamedTuple):
-    """Ritz values `(r,)`, and slices `(r, n / C)` of the Ritz vectors.
+    """Ritz pairs of extreme curvature; NaN if the estimation failed."""
 
-    The values are ascending, bitwise equal on all workers, and NaN if the
-    estimation failed. The vectors are rows, sliced over C workers.
-    """
-
-    values: tf.Tensor
-    rows: tf.Tensor
+    values: tf.Tensor  # `(r,)`, ascending, bitwise equal on all workers
+    rows: tf.Tensor  # slices `(r, n / C)` of the vectors, over C workers
 
 
 class Estimation:

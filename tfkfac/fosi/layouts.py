@@ -232,8 +232,7 @@ class Layout(abc.ABC):
     def projection_bytes(self, early_step: bool) -> int:
         """Bytes that a worker receives for the projections of a step.
 
-        Counts `project_out` with a subspace step (`early_step`), or
-        `project_out`, `coefficients` and `combine` of two vectors.
+        `early_step` is True if `project_out` has a subspace step.
         """
 
     def reduce_bytes(self, count: int) -> int:

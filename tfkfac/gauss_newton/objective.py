@@ -52,8 +52,7 @@ class LossInput(NamedTuple):
 class Rows(NamedTuple):
     """Examples of a batch, with the function that computes their outputs.
 
-    In `fit` the examples are the batch, in `minimize` the points of one
-    condition. The outputs of an example must not depend on other examples.
+    In `minimize` the examples are the points of one condition.
     """
 
     # Function from points to outputs, by index of the model's output.

@@ -141,10 +141,8 @@ def check_call(
 def why_only_parameters(
     model: keras.Model, replicas: int, terms: Sequence[LossTerms] = ()
 ) -> str | None:
-    """Return why the space of residuals is not available, or None.
-
-    The text continues 'Argument `solve` must be "auto" or "parameters" ...'.
-    """
+    """Return why the space of residuals is not available, or None."""
+    # The text continues 'Argument `solve` must be "auto" or "parameters" ...'.
     if replicas > 1:
         return (
             "with several replicas, because only the matrices J^T J of the "

@@ -1,7 +1,6 @@
 """Lanczos iteration with full reorthogonalisation, and Ritz pairs.
 
-Vectors may be sharded over devices. Every sum over vector elements goes through
-`reduce`, a sum over the devices, so the tridiagonal matrix is bitwise equal on
+Vectors may be sharded over devices. The tridiagonal matrix is bitwise equal on
 all devices.
 """
 
