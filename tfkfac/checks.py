@@ -46,9 +46,8 @@ def check_choice(
 ) -> str:
     """Return `value` if it is one of `choices`.
 
-    Raises:
-        ValueError: If `value` is not in `choices`. The message names the
-            closest choice, and `others`, allowed values that are no strings.
+    The message of the ValueError names the closest choice, and `others`,
+    allowed values that are no strings.
     """
     if isinstance(value, str) and value in choices:
         return value
@@ -61,11 +60,7 @@ def check_choice(
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """Return `value` if it is a bool.
-
-    Raises:
-        ValueError: If `value` is not a bool.
-    """
+    """Return `value` if it is a bool, or raise a ValueError."""
     if not isinstance(value, bool):
         raise ValueError(
             f"Argument `{name}` must be True or False. Received: "
@@ -77,9 +72,7 @@ def check_bool(name: str, value: Any) -> bool:
 def check_count(name: str, value: Any, least: int = 0) -> int:
     """Return `value` as an int if it is an integer in [`least`, 2^63).
 
-    Raises:
-        TypeError: If `value` is not an integer.
-        ValueError: If `value` is out of range.
+    A TypeError is raised for other types, a ValueError for other integers.
     """
     message = (
         f"Argument `{name}` must be an integer of at least {least} and less "
@@ -95,11 +88,7 @@ def check_count(name: str, value: Any, least: int = 0) -> int:
 def check_range(
     name: str, value: Any, least: float, below: float = math.inf
 ) -> float:
-    """Return `value` as a float if it is a number in [`least`, `below`).
-
-    Raises:
-        ValueError: If `value` is not a number or out of range.
-    """
+    """Return `value` as a float if it is a number in [`least`, `below`)."""
     if not is_finite(value) or not least <= value < below:
         raise ValueError(
             f"Argument `{name}` must be a number in [{least}, {below}). "
@@ -109,11 +98,7 @@ def check_range(
 
 
 def check_positive(name: str, value: Any) -> float:
-    """Return `value` as a float if it is a positive number.
-
-    Raises:
-        ValueError: If `value` is not a positive finite number.
-    """
+    """Return `value` as a float if it is a positive number."""
     if not is_finite(value) or value <= 0:
         raise ValueError(
             f"Argument `{name}` must be a positive number. "

@@ -37,11 +37,7 @@ _NUM_KEPT_BACKUPS = 2
 
 
 def get_optimizer(callback: keras.callbacks.Callback) -> SecondOrderOptimizer:
-    """Return the tfkfac optimizer of the model that runs a callback.
-
-    Raises:
-        ValueError: If the model has another optimizer or none.
-    """
+    """Return the tfkfac optimizer of the model that runs a callback."""
     outer = getattr(callback.model, "optimizer", None)
     optimizer = find_optimizer(outer)
     if optimizer is None:
@@ -145,10 +141,6 @@ class ChiefBackup(
         """Return the newest undamaged backup, or None if there are no backups.
 
         All workers return the same backup.
-
-        Raises:
-            ValueError: If another worker does not see a backup of worker 0, or
-                if all backups are damaged.
         """
         local = {"names": [path.name for path in self._backups()]}
         names = self._exchange(local, "backups")[0]["names"]
@@ -228,9 +220,9 @@ class ChiefBackup(
             self._write(epoch + 1)
 
     def _write(self, epoch: int, batch: int = 0) -> bool:
-        """Write a backup from which `fit` resumes at an epoch and batch.
+        """Write a backup from which `fit` resumes; return True on success.
 
-        Return True on success. Epochs and batches are counted from 0.
+        Epochs and batches are counted from 0.
         """
         batch_name = f"_batch-{batch:09}" if batch else ""
         path = self.directory / f"epoch-{epoch:06}{batch_name}{_SUFFIX}"
@@ -364,12 +356,7 @@ def _parse_name(name: str) -> tuple[int, int]:
 
 
 def _check_backup(path: pathlib.Path) -> dict[str, str]:
-    """Check that a backup is complete and has the format of this version.
-
-    Returns:
-        A dict with one key: "checksum" of a valid backup; "format", the format
-        of a backup by another version; or "fault", a text, for other errors.
-    """
+    """Return the "checksum" of a backup, its other "format", or a "fault"."""
     try:
         checksum = verify_checksum(path)
     except FileNotFoundError:

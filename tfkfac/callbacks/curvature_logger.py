@@ -165,12 +165,8 @@ def layer_curvature(
     """Compute the trace of a block A x G and the condition of A x G + damping.
 
     The eigenvalues of a Kronecker product are the products of the eigenvalues
-    of its factors.
-
-    Args:
-        factors: Factors "A", "G" or both: a matrix, the diagonal as a vector,
-            or a stack `(groups, n, n)` of one matrix per group.
-        damping: Damping that is added to each eigenvalue.
+    of its factors. A factor is a matrix, the diagonal as a vector, or a stack
+    `(groups, n, n)` of one matrix per group.
     """
     if not all(np.all(np.isfinite(factor)) for factor in factors.values()):
         return math.nan, math.nan

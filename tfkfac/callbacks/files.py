@@ -17,16 +17,8 @@ def replace_file(
 ) -> None:
     """Replace a file atomically: write a temporary file, sync it, rename it.
 
-    At any moment `path` is the complete old file or the complete new file.
-
-    Args:
-        path: The file to replace.
-        write: Called with the path of the temporary file, which has the same
-            suffix.
-
-    Raises:
-        OSError: If writing fails. `path` is unchanged, and the temporary file
-            is deleted.
+    At any moment `path` is the complete old file or the complete new file. The
+    temporary file has the same suffix; it is deleted if writing fails.
     """
     temporary = path.with_name(f"{PARTIAL_PREFIX}{path.name}")
     try:
@@ -44,9 +36,6 @@ def append_checksum(path: pathlib.Path) -> None:
     """Append the SHA-256 digest of a file's content to the file.
 
     HDF5 ignores the bytes after the file length that its header contains.
-
-    Raises:
-        OSError: If the file cannot be read or written.
     """
     digest = _digest(path, path.stat().st_size)
     with path.open("ab") as file:
@@ -56,10 +45,8 @@ def append_checksum(path: pathlib.Path) -> None:
 def verify_checksum(path: pathlib.Path) -> str:
     """Compare the checksum of a file with its content, and return it.
 
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError: If the file has no checksum or a wrong one. The message is
-            a predicate: the caller puts the file's name before it.
+    The text of the ValueError for another or no checksum is a predicate: the
+    caller puts the file's name before it.
     """
     size = path.stat().st_size - len(_DIGEST_MARK) - _NUM_HEX_DIGITS
     with path.open("rb") as file:

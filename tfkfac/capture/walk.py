@@ -31,7 +31,6 @@ class Node:
     """A layer of a model.
 
     Attributes:
-        layer: The layer.
         path: Names of the containers and of the layer, joined by "/".
         reason: Why the layer can have no block, or None.
         distributor: The `TimeDistributed` that calls the layer at each time
@@ -66,15 +65,9 @@ def walk(
 ) -> Iterator[Node]:
     """Yield every layer once, sublayers before their container.
 
-    The root is last and has an empty path.
-
-    Args:
-        root: The model.
-        skip_layers: Rules for layers that get the reason `SKIPPED`: a layer
-            class, or a pattern of names or paths. A rule that matches a layer
-            includes its sublayers.
-        only_layers: Rules; layers that match none of them, the root included,
-            get the reason `SKIPPED`. None means no such rules.
+    The root is last and has an empty path. Layers that match a rule of
+    `skip_layers`, or none of `only_layers`, get the reason `SKIPPED`. A rule is
+    a layer class, or a pattern of names or paths; it includes the sublayers.
 
     Raises:
         ValueError: If a rule matches no layer.
@@ -118,13 +111,7 @@ def walk(
 def matching(
     name: str, rules: Sequence[LayerRule], nodes: Sequence[Node], model: str
 ) -> set[int]:
-    """Ids of the layers that rules match, and of their sublayers.
-
-    Args:
-        name: Argument that the rules are from, for the error message.
-        rules: The rules.
-        nodes: All layers of the model.
-        model: Name of the model, for the error message.
+    """Ids of the layers that the rules of an argument match, with sublayers.
 
     Raises:
         ValueError: If a rule matches no layer.

@@ -37,11 +37,8 @@ _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 5, 5, 4
 class Connection:
     """Connection to another process that sends and receives messages.
 
-    Args:
-        sock: The connected socket.
-        timeout: Seconds until sending fails.
-        max_message_bytes: Longest line in bytes; a longer line ends the
-            connection. Defaults to `MAX_MESSAGE_BYTES`.
+    `timeout` is the number of seconds until sending fails. A line longer than
+    `max_message_bytes` ends the connection.
     """
 
     def __init__(
@@ -91,10 +88,7 @@ class Connection:
             self.closed = True
 
     def receive(self, seconds: float) -> Message | None:
-        """Return the next message; None after a timeout of `seconds`.
-
-        Also return None if the next line is malformed.
-        """
+        """Return the next message; None after a timeout or if malformed."""
         deadline = time.monotonic() + seconds
         try:
             while (line := self.pop_line()) is None and not self.closed:
@@ -134,10 +128,7 @@ class Connection:
             self.closed = True
 
     def pop_line(self) -> bytes | None:
-        """Return the next complete line of the buffer; None if there is none.
-
-        A line that is too long, or whose MAC is wrong, ends the connection.
-        """
+        """Return the next line of the buffer, or None; close if invalid."""
         line_size = self._received.find(b"\n")
         if (
             max(line_size, len(self._received) if line_size < 0 else 0)
@@ -163,12 +154,7 @@ class Connection:
 
 
 def parse(text: bytes) -> Message:
-    """Parse a message of strict JSON.
-
-    Raises:
-        ValueError: If the text is not a JSON object, contains NaN or infinity,
-            or is nested too deeply for the parser.
-    """
+    """Parse a JSON object without NaN or infinity, or raise a ValueError."""
     try:
         message = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError, MemoryError) as error:
@@ -214,11 +200,8 @@ class Listener:
 class Channel:
     """Broadcast messages to all workers of a job.
 
-    Args:
-        index: Index of this worker.
-        size: Number of workers.
-        connections: Connections by the index of the other worker: to all
-            others on worker 0, to worker 0 on each other worker.
+    `connections` has the connections by the index of the other worker: to all
+    others on worker 0, to worker 0 on each other worker.
     """
 
     def __init__(
@@ -267,11 +250,7 @@ class Channel:
             self._call(listener.on_message, sender, message)
 
     def _call(self, method: Callable[..., None], *args: Any) -> None:
-        """Call a listener; report its exception.
-
-        An exception must not end the thread: no other thread detects the loss
-        of a worker.
-        """
+        """Call a listener; its exception must not end the channel's thread."""
         try:
             method(*args)
         except Exception as error:

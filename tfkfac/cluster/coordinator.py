@@ -111,11 +111,7 @@ class _Peer:
 
 
 class _Coordinator:
-    """Handshakes of all peers with worker 0, without blocking on a slow peer.
-
-    Attributes:
-        addresses: Addresses of all workers; "" for an unknown address.
-    """
+    """Handshakes of all peers with worker 0; a slow peer does not block."""
 
     def __init__(
         self,
@@ -253,11 +249,7 @@ class _Coordinator:
         print_line(f"worker 0 has dropped {description}")
 
     def _handle_handshake(self, peer: _Peer, message: Message) -> None:
-        """Answer a greeting or a proof of a peer that is not admitted.
-
-        Raises:
-            ValueError: If the message is invalid: the caller drops the peer.
-        """
+        """Answer a peer that is not admitted; raise a ValueError to drop it."""
         if peer.greeting is None or peer.session is None:
             peer.greeting = Greeting.read(message)
             nonce = make_nonce()
@@ -337,10 +329,9 @@ class _Coordinator:
     def _answer_probe(self, peer: _Peer, greeting: Greeting) -> None:
         """Answer another worker 0 that cannot listen at the same port.
 
-        Raises:
-            RefusedError: If the workers of both jobs cannot be distinguished:
-                the secrets are equal or not set, and the jobs are equal or
-                unknown. Only a process of this host can cause this error.
+        Raise a RefusedError if the workers of both jobs cannot be
+        distinguished: the secrets are equal or not set, and the jobs are equal
+        or unknown. Only a process of this host can cause this error.
         """
         peer.connection.send({"waiting": self._cluster.job})
         self._drop(peer, "it is another worker 0 with the same address")
@@ -371,9 +362,6 @@ def _listen(
 
     If all known addresses are loopback addresses, listen only on the loopback
     interface.
-
-    Raises:
-        RefusedError: If another process still uses the port after a timeout.
     """
     deadline = time.monotonic() + wait.remaining(waiting.TIMEOUT_S)
     host, port = split_address(cluster.addresses[0])
@@ -442,11 +430,7 @@ def _probe_port(
     port: int,
     wait: Wait,
 ) -> None:
-    """Test whether the process that uses the port is a waiting worker 0.
-
-    Raises:
-        RefusedError: If that process is a waiting worker 0.
-    """
+    """Raise a RefusedError if a waiting worker 0 uses the port."""
     job, seconds = "an unknown job", wait.remaining(waiting.SHORT_TIMEOUT_S)
     for host in waiting.LOOPBACK if hosts == [""] else hosts:
         try:

@@ -158,11 +158,7 @@ class SageMaker(OpenMPI):
         return self._hosts()[0]
 
     def _hosts(self) -> list[str]:
-        """Return the hosts that `SM_HOSTS` lists.
-
-        Raises:
-            ValueError: If `SM_HOSTS` is not a JSON list with the current host.
-        """
+        """Return the hosts that `SM_HOSTS` lists."""
         try:
             hosts: list[str] = json.loads(self.environment["SM_HOSTS"])
         except json.JSONDecodeError:
@@ -244,9 +240,6 @@ def find_cluster(
 
     Each of the three settings is taken from the arguments, else from Keras'
     variables, else from the first active launcher. Unknown addresses are "".
-
-    Raises:
-        ValueError: If a setting is missing or malformed.
     """
     keras = Keras(environment)
     launchers = (launcher(environment) for launcher in LAUNCHERS)

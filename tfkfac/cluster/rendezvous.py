@@ -53,16 +53,10 @@ from tfkfac.cluster.waiting import (
 def wait_for_all(cluster: Cluster, timeout: float | None) -> Rendezvous:
     """Wait until all workers have called this function.
 
-    Args:
-        cluster: The cluster; "" for each address that is unknown here.
-        timeout: Seconds to wait for the other workers; None for no limit.
-
     Raises:
-        TimeoutError: If a worker does not connect in time. The message names
-            it.
+        TimeoutError: If a worker does not connect in time.
         RefusedError: If worker 0 refuses this worker, because it has another
             cluster, job or secret, or the index of a connected worker.
-        ValueError: If the file of the secret cannot be read.
     """
     if len(cluster.addresses) == 1:
         return Rendezvous(cluster, {}, None)
@@ -132,11 +126,7 @@ def _shake_hands(
     cluster: Cluster,
     wait: Wait,
 ) -> None:
-    """Send the greeting and exchange proofs of the secret with worker 0.
-
-    Raises:
-        RefusedError: If worker 0 has another secret.
-    """
+    """Send the greeting and exchange proofs of the secret with worker 0."""
     connection.send(dataclasses.asdict(greeting))
     answer = connection.receive(wait.remaining(waiting.TIMEOUT_S)) or {}
     nonce, proof = answer.get("nonce"), answer.get("proof")
@@ -162,12 +152,7 @@ def _shake_hands(
 def _wait_for_start(
     connection: Connection, greeting: Greeting, cluster: Cluster, wait: Wait
 ) -> Rendezvous:
-    """Wait for the message "go" of worker 0.
-
-    Raises:
-        RefusedError: If worker 0 refuses this worker, or cannot start itself.
-        TimeoutError: If the deadline of this worker or of worker 0 has passed.
-    """
+    """Wait for the message "go" of worker 0."""
     size, limit = len(cluster.addresses), waiting.TIMEOUT_S
     while (message := connection.receive(wait.remaining(limit))) is not None:
         wait.cause = ""
@@ -221,12 +206,7 @@ class _Connector:
         self._is_running = False
 
     def connect(self, wait: Wait) -> socket.socket:
-        """Return a connected socket.
-
-        Raises:
-            _UnreachableError: If all addresses fail. The text is the cause of
-                the last failure.
-        """
+        """Return a connected socket, or raise the cause of the last failure."""
         cause = "it has no address"
         targets = self._resolve(wait.remaining(waiting.SHORT_TIMEOUT_S))
         seconds = max(

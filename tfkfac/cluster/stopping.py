@@ -22,10 +22,7 @@ class Stopping(Listener):
     """Agreement on the batch after which all workers stop.
 
     Batches are counted from the start of the process. All workers must count
-    the same batches.
-
-    Args:
-        channel: Channel of the job; None if there is one worker.
+    the same batches. The channel is None if there is one worker.
     """
 
     def __init__(self, channel: Channel | None = None) -> None:
@@ -50,10 +47,7 @@ class Stopping(Listener):
             self._channel.broadcast(message)
 
     def end_batch(self) -> bool:
-        """Count a batch; return True if training must stop after it.
-
-        After a request, wait for the announcements of the other workers.
-        """
+        """Count a batch; return True if training must stop after it."""
         with self._changed:
             self._num_batches += 1
             if self._local_stop is None or self._num_batches < self._local_stop:

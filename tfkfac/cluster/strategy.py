@@ -183,11 +183,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 def _find_cluster(
     resolver: Resolver | None, settings: Mapping[str, Any]
 ) -> tuple[Cluster | None, Resolver | None]:
-    """Return the cluster, and the resolver if the user or `TF_CONFIG` gives it.
-
-    Raises:
-        ValueError: If the cluster is given twice, or is malformed.
-    """
+    """Return the cluster, and the resolver of the user or `TF_CONFIG`."""
     tf_config = "" if settings else os.environ.get("TF_CONFIG", "")
     if settings and resolver is not None:
         raise ValueError(
@@ -232,10 +228,7 @@ def _evaluator_resolver(resolver: Resolver) -> Resolver:
 
 
 def _bypass_proxy(cluster: Cluster) -> None:
-    """Add the workers to `no_grpc_proxy`.
-
-    If a web proxy is set, gRPC sends all requests to it and waits for ever.
-    """
+    """Add the workers to `no_grpc_proxy`: with a web proxy, gRPC hangs."""
     names = ("no_grpc_proxy", "no_proxy")
     current_hosts = next(filter(None, map(os.environ.get, names)), "")
     hosts = (split_address(address)[0] for address in cluster.addresses)

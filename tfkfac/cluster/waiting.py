@@ -30,11 +30,10 @@ class Rendezvous(NamedTuple):
     """Result of the rendezvous of all workers.
 
     Attributes:
-        cluster: The cluster with the addresses of all workers.
         connections: Open connections by worker index: to all other workers on
             worker 0, to worker 0 on each other worker.
-        seed: Random integer in [0, 2^31), equal on all workers; None if
-            there is one worker.
+        seed: Random integer in [0, 2^31), equal on all workers; None if there
+            is one worker.
     """
 
     cluster: Cluster
@@ -43,12 +42,7 @@ class Rendezvous(NamedTuple):
 
 
 class Wait:
-    """Deadline and printed reminders of the wait for other workers.
-
-    Attributes:
-        cause: Reason why worker 0 cannot be reached; "" if unknown.
-        dropped: The last workers that worker 0 has dropped, with reasons.
-    """
+    """Deadline and printed reminders of the wait for other workers."""
 
     def __init__(self, cluster: Cluster, timeout: float | None) -> None:
         self._cluster = cluster
@@ -69,8 +63,7 @@ class Wait:
     def check(self, missing: Sequence[int]) -> None:
         """Print a reminder that names the missing workers, if it is due.
 
-        Raises:
-            TimeoutError: If the deadline has passed.
+        Raise a TimeoutError after the deadline.
         """
         passed = time.monotonic() - self._start
         names = ", ".join(self._cluster.name(i) for i in missing[:MAX_NAMED])

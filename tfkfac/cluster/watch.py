@@ -57,7 +57,6 @@ class _PeerEvent:
     """End of another worker's process, or failure of its `fit`.
 
     Attributes:
-        text: Description of the event.
         fit: Number of the `fit` that has failed; None if the process ended.
         is_fault: True unless the process has exited normally.
         is_loss: True if the connection ended without notice.
@@ -75,11 +74,8 @@ class Watch(Listener):
     """Abort the collectives of this worker when another worker ends.
 
     If a worker is killed before the first step of this process, also send
-    SIGTERM to this process. Otherwise, while it loads data or traces its
-    model, it would detect the loss only in its first collective.
-
-    Attributes:
-        has_started: True from the first `fit`, `evaluate` or step on.
+    SIGTERM to this process. Otherwise, while it loads data or traces its model,
+    it would detect the loss only in its first collective.
     """
 
     def __init__(self, cluster: Cluster, channel: Channel) -> None:
@@ -99,8 +95,8 @@ class Watch(Listener):
     def fit(self) -> Iterator[None]:
         """Context manager for a `fit` or `evaluate` of this worker.
 
-        Raises:
-            WorkerFailedError: If a collective fails because of another worker.
+        Raise a WorkerFailedError if a collective fails because of another
+        worker.
         """
         if self._fit_start is not None:  # nested, as `evaluate` inside of `fit`
             yield
@@ -125,10 +121,7 @@ class Watch(Listener):
     def report_failure(
         self, error: BaseException, fit: int | None = None
     ) -> None:
-        """Broadcast an error of this worker, unless another worker caused it.
-
-        `fit` is the number of the failing `fit`; None if the process ends.
-        """
+        """Broadcast an error of this worker, unless another one caused it."""
         if not isinstance(error, WorkerFailedError):
             self._channel.broadcast({"failed": describe(error), "fit": fit})
 

@@ -34,10 +34,10 @@ _REDUCIBLE = frozenset(
 def repair(strategy: _StrategyT) -> _StrategyT:
     """Repair a mirrored strategy for `fit` of Keras 3, and return it.
 
-    No-op for other strategies, and for a repaired strategy. The change affects
-    this object only. `fit` works with an unrepaired
-    `tf.distribute.MirroredStrategy`, except if the first batch cannot be
-    averaged over replicas (strings, booleans, or different batch sizes).
+    No-op for other strategies, and for a repaired strategy. `fit` works with an
+    unrepaired `tf.distribute.MirroredStrategy`, except if the first batch
+    cannot be averaged over replicas (strings, booleans, or different batch
+    sizes).
 
     `strategy.reduce` then accepts a nested structure of per-replica values, and
     ignores the `axis` of scalars. `experimental_distribute_dataset` copies the
@@ -65,9 +65,8 @@ def is_repaired(strategy: tf.distribute.Strategy) -> bool:
 def local_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
     """Return the devices of a strategy's replicas in this process, in order.
 
-    The default strategy has none. This relies on the attribute
-    `strategy.extended.worker_devices`, which contains only the devices of this
-    process, also under a `MultiWorkerMirroredStrategy`.
+    The default strategy has none. This relies on `worker_devices` containing
+    only the devices of this process, also with several processes.
     """
     return tuple(strategy.extended.worker_devices)
 
@@ -81,11 +80,10 @@ def _reduce(
 ) -> Any:
     """Reduce a structure of per-replica values, each to a single value.
 
-    Outside of a `tf.function` and without an `axis`, some values have no mean:
-    strings, booleans, small integers, sparse tensors, and shapes that differ
-    between replicas. Their mean is defined as the value of the first local
-    replica. Keras calls this function to learn the shapes and dtypes of a
-    batch; batch sizes may differ between workers.
+    Keras calls this function to learn the shapes and dtypes of a batch. Outside
+    of a `tf.function` and without an `axis`, some values have no mean: strings,
+    booleans, small integers, sparse tensors, and shapes that differ between
+    replicas. Their mean is defined as the value of the first local replica.
     """
 
     def reduce_leaf(leaf: Any) -> Any:
@@ -149,9 +147,8 @@ def _have_equal_shapes(
 def summing_replicas(total: Sum) -> Iterator[None]:
     """Replace `ReplicaContext.all_reduce` by `total` in this thread.
 
-    The original is illegal inside a `tf.cond`. `total` computes the sum of a
-    tensor over the replicas. This relies on the gradient of `all_reduce`
-    calling the method `all_reduce`.
+    The original is illegal inside a `tf.cond`. This relies on the gradient of
+    `all_reduce` calling the method `all_reduce`.
     """
     owner = next(
         c
@@ -178,9 +175,7 @@ def abort_collectives(message: str) -> None:
     """Abort all running and future collectives of this process.
 
     Each collective raises a `tf.errors.UnavailableError` with the message. Any
-    thread may call this function. This relies on `abort_collective_ops` of
-    TensorFlow's context, which `CommunicationOptions(timeout_seconds=...)`
-    uses as well.
+    thread may call this function. This relies on `abort_collective_ops`.
     """
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
@@ -189,10 +184,9 @@ def abort_collectives(message: str) -> None:
 def keep_handler(number: int) -> Iterator[None]:
     """Context manager: restore the handler of a signal on exit.
 
-    The constructor of `tf.distribute.MultiWorkerMirroredStrategy` installs a
-    C handler of SIGTERM (preemption notice), so that the process ignores the
-    signal. `signal.getsignal` still returns the previous handler.
-    `signal.signal` could restore it, but only in the main thread.
+    The constructor of `tf.distribute.MultiWorkerMirroredStrategy` installs a C
+    handler of SIGTERM (preemption notice), so that the process ignores the
+    signal. `signal.signal` could restore the handler only in the main thread;
     `PyOS_setsig` works in every thread, and also restores C handlers.
     """
     get, put = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
@@ -209,20 +203,15 @@ def keep_handler(number: int) -> Iterator[None]:
 def store_text(key: str, text: str) -> None:
     """Share a text with all processes under a key; keep an earlier text.
 
-    No-op if the first worker, which runs the service, is gone. This relies on
-    the key-value store of TensorFlow's coordination service, which every
-    `MultiWorkerMirroredStrategy` starts.
+    No-op if the first worker is gone. This relies on the key-value store of
+    TensorFlow's coordination service, which the first worker runs.
     """
     with contextlib.suppress(tf.errors.OpError):
         context.context().set_config_key_value(key, text)
 
 
 def wait_for_text(key: str, seconds: float) -> str | None:
-    """Wait up to `seconds` for the text of a key; None if there is none.
-
-    Other threads keep running. This relies on the same service as
-    `store_text`.
-    """
+    """Wait up to `seconds` for the text of a key; None if there is none."""
     timeout_ms = max(int(1000 * seconds), 1)  # a timeout of 0 would never end
     with contextlib.suppress(tf.errors.OpError):
         return str(context.context().get_config_key_value(key, timeout_ms))
@@ -241,16 +230,13 @@ def order_by_replica(devices: Sequence[str | None]) -> None:
     deadlock: an assertion in the loss of replica 1 waits for a print of replica
     0, which waits for a sum over the replicas, which waits for replica 1. Here
     each replica but the first has a separate order. Only operations on
-    variables keep the common order.
+    variables keep the common order. `devices` are those of the replicas of this
+    process.
 
     This relies on `register_acd_resource_resolver`, a hook that can change the
     tensors whose users TensorFlow orders. It also relies on `MirroredStrategy`
     using the name scope `replica_1` (also for gradients) and the replica's
-    device for operations of replica 1. Prints outside of the name scope are
-    recognised by their device.
-
-    Args:
-        devices: Devices of the replicas of this process, in order.
+    device for operations of replica 1.
     """
     for graph in open_graphs():
         if graph.building_function and not hasattr(graph, _CHAINS):

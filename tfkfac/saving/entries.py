@@ -75,18 +75,15 @@ class Entry:
     Attributes:
         layer: Path of the layer, empty for state of the whole model.
         name: Name within the layer.
-        variable: The variable.
-        spread: Spread of the value over the replicas.
         section: Section of the file. A file contains all entries of a section
             or none.
-        region: Slice of the saved array that the variable holds; None for
-            the whole array.
-        least: Smallest valid number. None means 0 for integers and no limit
-            for floats.
+        region: Slice of the saved array that the variable holds; None for the
+            whole array.
+        least: Smallest valid number. None means 0 for integers and no limit for
+            floats.
         is_finite: True to reject values that are not finite.
-        derive: Computes the value from other entries of the layer, given a
-            function that reads them by name, for files without this entry.
-            None if the file must contain the entry.
+        derive: Computes the value from other entries of the layer, for files
+            without this entry. None if the file must contain the entry.
     """
 
     layer: str
@@ -122,9 +119,9 @@ class Entry:
     ) -> np.ndarray:
         """Return the value of a replica, given the array of a file.
 
-        The array has the shape `shape`, or is stacked by replica. If the
-        file is of another number of replicas, terms of a sum are added; for
-        other values each replica gets the maximum.
+        The array has the shape `shape`, or is stacked by replica. If the file
+        is of another number of replicas, terms of a sum are added; for other
+        values each replica gets the maximum.
         """
         is_sum = self.spread is Spread.PARTIAL
         if value.ndim <= len(self.shape):
@@ -158,7 +155,6 @@ class Contents:
     """State of a replica to save, and the sections that a file must have.
 
     Attributes:
-        entries: The variables of the replica.
         layers: Paths of the layers of which any replica has state.
         optional_sections: For each optional section, a function that resets it
             if the file does not contain it.
@@ -253,10 +249,7 @@ def split_key(key: str) -> tuple[str, str, str]:
 
 
 def dtype_kind(dtype: np.dtype) -> str:
-    """Return NumPy's kind of a dtype; "i" also for unsigned integers.
-
-    NumPy's kind of bfloat16 would be "V" (bytes).
-    """
+    """Return NumPy's kind of a dtype; "i" if unsigned, "f" for bfloat16."""
     if dtype.name == "bfloat16":
         return "f"
     return "i" if dtype.kind == "u" else dtype.kind

@@ -38,8 +38,7 @@ class Slots(Tracked):
         """Declare a tensor of the state and create its variable.
 
         The initial value is a scalar for all elements, or a function that
-        returns the tensor. Only slots with `saved=True` are in files, by name.
-        `fields` has fields of `Entry` for this slot.
+        returns the tensor. `fields` has fields of `Entry` for this slot.
         """
         declared, dtype = self._declared, tf.as_dtype(dtype)
         declared.bytes += math.prod(shape) * dtype.size

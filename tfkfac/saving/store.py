@@ -64,11 +64,7 @@ def write_format(store: MutableMapping[str, Any]) -> None:
 
 
 def check_format(store: Mapping[str, Any], optimizer: str) -> None:
-    """Refuse state in a format that this version does not know.
-
-    Raises:
-        ValueError: If the format version is missing or differs from `FORMAT`.
-    """
+    """Refuse state in a format that this version does not know."""
     version: Any = "unknown"
     if _FORMAT_KEY in list(store.keys()):
         version = np.asarray(store[_FORMAT_KEY])
@@ -99,12 +95,10 @@ def find_worker(store: Mapping[str, Any]) -> str | None:
 class Saved:
     """State of an optimizer in a file, by section and layer.
 
-    Layers of a subclassed model get new automatic names (`dense_1` for
-    `dense`) each time it is created. Paths that differ only in such numbers
-    are matched in the order of the numbers.
-
-    Attributes:
-        sections: Optional sections that the file contains.
+    Layers of a subclassed model get new automatic names (`dense_1` for `dense`)
+    each time it is created. Paths that differ only in such numbers are matched
+    in the order of the numbers. `sections` are the optional sections of the
+    file.
     """
 
     def __init__(self, store: Mapping[str, Any]) -> None:
@@ -120,11 +114,7 @@ class Saved:
     def match(
         self, layers: Iterable[str], used: set[str], optimizer: str
     ) -> None:
-        """Match the layers of the model with those in the `used` sections.
-
-        Raises:
-            ValueError: If the file has other layers.
-        """
+        """Match the layers of the model with those in the `used` sections."""
         saved = {layer for layer, section in self._keys if section in used}
         expected = set(layers)
         in_file, in_model = (
@@ -143,11 +133,7 @@ class Saved:
         self._paths = {path: saved for (*_, path), (*_, saved) in pairs}
 
     def read(self, entry: Entry) -> np.ndarray:
-        """Return the array of the file for an entry.
-
-        Raises:
-            EntryError: If the file has no array or an invalid one.
-        """
+        """Return the array for an entry, or raise an `EntryError`."""
         keys = self._keys.get((self._paths[entry.layer], entry.section), {})
 
         def read(name: str) -> np.ndarray:
@@ -182,14 +168,7 @@ def load_state(
     replicas: int,
     optimizer: str,
 ) -> None:
-    """Assign the arrays of a file to all variables, or raise an error.
-
-    `entries` are the entries of the replicas of this process, by rank.
-
-    Raises:
-        ValueError: If an entry is missing or has an invalid shape, dtype or
-            value.
-    """
+    """Assign the arrays of a file to all variables, or raise a ValueError."""
     values: list[tuple[tf.Variable, np.ndarray]] = []
     faults: dict[str, dict[str, str]] = {}
     for rank, of_rank in entries.items():

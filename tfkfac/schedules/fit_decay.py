@@ -23,7 +23,6 @@ class RunPlan(Slots):
         epochs: Argument of the `fit`; 0 for a run that the user began.
         epoch: Current epoch of the `fit`, from 0 on.
         steps: Number of batches of an epoch; 0 if it is unknown.
-        in_fit: 1 during `fit`, else 0.
         set_rate: Learning rate that the user has set during training, which
             ends the decay of the inner optimizer; negative if none is set.
     """

@@ -133,11 +133,7 @@ class MinimizeCallback(keras.callbacks.Callback):
 def check_conditions(
     residuals: Any, variables: Any, points: Any, weights: Any
 ) -> None:
-    """Check the arguments of `minimize`.
-
-    Raises:
-        ValueError: If an argument is not allowed.
-    """
+    """Check the arguments of `minimize`."""
     if not residuals or not all(map(callable, residuals.values())):
         raise ValueError(
             "Argument `residuals` must be a dictionary of functions. "

@@ -30,9 +30,6 @@ def check_settings(model: keras.Model, loss_scaler: Any) -> None:
 
     XLA without a GPU is turned off. `loss_scaler` is the `LossScaleOptimizer`
     around the optimizer, or None.
-
-    Raises:
-        ValueError: If a setting or the strategy is not supported.
     """
     train_without_xla(model)
     strategy = model.distribute_strategy
@@ -64,9 +61,6 @@ def check_scope(
     """Refuse optimizers that were created outside of the model's strategy.
 
     Their updates would wait for replicas forever.
-
-    Raises:
-        ValueError: If an optimizer was created outside of `strategy.scope()`.
     """
     if model.distribute_strategy.num_replicas_in_sync == 1:
         return

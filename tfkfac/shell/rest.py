@@ -24,10 +24,6 @@ class ProportionalRate(LearningRateSchedule):
 
     `peak * rate / reference` for the `rate` of the followed optimizer; `peak`
     before `follow` is called.
-
-    Args:
-        peak: Learning rate where the other optimizer has `reference`.
-        reference: Learning rate of the other optimizer, above 0.
     """
 
     def __init__(self, peak: float, reference: float) -> None:
@@ -62,10 +58,6 @@ def choose_rest(
     The argument None gives Adam with `default_rate`. For None or a name, the
     averages of weights are set as in the inner optimizer; an instance with
     other averages causes a warning.
-
-    Raises:
-        ValueError: If `rest_optimizer` is not an optimizer, is the inner
-            optimizer, or accumulates gradients.
     """
     if rest_optimizer == INNER:
         return None

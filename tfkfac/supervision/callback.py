@@ -34,11 +34,6 @@ class Supervision(keras.callbacks.Callback):
 
     After `on_train_begin` of all callbacks, `last` passes the number of steps
     to the method and the schedules, and compares the positions of the workers.
-
-    Args:
-        optimizer: The optimizer.
-        callbacks: Callbacks of the user.
-        initial_epoch: Argument of `fit`.
     """
 
     def __init__(
@@ -121,8 +116,8 @@ class Supervision(keras.callbacks.Callback):
     def _count_events(self) -> None:
         """Count the events of this `fit` on all workers.
 
-        Runs after each epoch and not at the end of `fit`, which a worker can
-        reach before the others.
+        Runs after each epoch: workers may reach the end of `fit` at different
+        times.
         """
         total = self._optimizer.event_counts()
         self._events = largest_counts(total - self._events_before)
@@ -163,8 +158,8 @@ class Supervision(keras.callbacks.Callback):
     def _plan_run(self, epoch: int, epochs: int, steps: int | None) -> None:
         """Begin the plan of `FitDecay`, or continue the plan of a backup.
 
-        If the remaining batches are not those that the run would have had, the
-        end moves: with another batch size, or where Keras repeats an epoch.
+        The end moves if the batches left are not those that the run would have
+        had: with another batch size, or where Keras repeats an epoch.
         """
         plan, now = self._optimizer.plan, self._optimizer.num_updates
         is_loaded = epoch > 0 or plan.end != self._previous_end

@@ -56,28 +56,16 @@ def common_order(
 ) -> Iterator[list[keras.callbacks.Callback]]:
     """Context of a `fit` that compares the order of the data of all workers.
 
-    All workers must enter it. Each worker takes its rows of each batch. If the
-    workers shuffle in different orders, some rows are missed and others come
-    twice. Only the seeds are compared; no data are read.
-
-    The context also gives arrays a new order in each epoch and each `fit`, if
-    the seed was set by the strategy.
+    All workers must enter it. Each worker takes its rows of each batch: in
+    different orders, some rows are missed and others come twice. Only the seeds
+    are compared, no data are read, and a difference raises a ValueError on all
+    workers. The context also gives arrays a new order in each epoch and each
+    `fit`, if the seed was set by the strategy.
 
     The order of a `PyDataset` is defined by the user's code. Therefore compare
     the labels of the first batch (random augmentation may change the inputs)
-    and warn about a difference. Keras shuffles only whole batches of a
-    `PyDataset`, which loses no rows. Generators are not compared, because
-    workers may have different generators.
-
-    Args:
-        strategy: The strategy of the model.
-        arguments: The arguments of `fit`.
-
-    Yields:
-        Additional callbacks for this `fit`.
-
-    Raises:
-        ValueError: On all workers, if their seeds differ.
+    and warn about a difference. Generators are not compared, because workers
+    may have different ones. Yields additional callbacks for this `fit`.
     """
     topology = find_topology(strategy)
     if topology.processes == 1:
@@ -156,17 +144,7 @@ def _order_seeds(data: Any, shuffle: Any, rank: int) -> list[Any]:
 def compare_beginnings(
     optimizer: SecondOrderOptimizer, run: dict[str, Any]
 ) -> None:
-    """Compare configuration and position before the first epoch.
-
-    All workers must call this function.
-
-    Args:
-        optimizer: The optimizer.
-        run: Epochs and steps of this `fit`.
-
-    Raises:
-        ValueError: On all workers, if they differ.
-    """
+    """Compare configuration and position of all workers before training."""
     group = optimizer.method.job.among_processes("begin")
     # Repeat the comparison of `build`: hyperparameters may have changed.
     check_agreement(optimizer.description(), group)
@@ -179,14 +157,7 @@ def compare_beginnings(
 
 
 def compare_bits(optimizer: SecondOrderOptimizer) -> None:
-    """Compare checksums of the weights after a step.
-
-    All workers must call this function.
-
-    Raises:
-        RuntimeError: On all workers, if they differ. The message names the
-            variables.
-    """
+    """Compare checksums of the weights of all workers after a step."""
     job, variables = optimizer.method.job, _common_variables(optimizer)
     checksums = [_checksum([variable]) for variable in variables]
     with tf.device("CPU:0"):
@@ -209,15 +180,7 @@ def compare_bits(optimizer: SecondOrderOptimizer) -> None:
 def refuse_differences(
     message: str, descriptions: Sequence[dict[str, Any]]
 ) -> None:
-    """Raise an error on every worker if the workers' descriptions differ.
-
-    Args:
-        message: Beginning of the error message.
-        descriptions: Description of each worker.
-
-    Raises:
-        ValueError: With the message and the first difference.
-    """
+    """Raise an error on every worker if the workers' descriptions differ."""
     differences = find_differences(descriptions)
     if differences:
         raise ValueError(f"{message}: {first_of(differences)}")

@@ -72,10 +72,7 @@ class Accumulation(Slots):
         return tf.equal(self.count, self._steps)
 
     def merged(self, step: Step) -> Step:
-        """Return the step with the mean gradients of all micro-batches.
-
-        The argument is the step of the last micro-batch.
-        """
+        """Return the last micro-batch's step with the mean gradients of all."""
         loss = step.loss
         weight = tf.where(loss.summed, tf.ones_like(self.weight), self.weight)
         gradients = [

@@ -36,13 +36,9 @@ def count_each(
 ) -> None:
     """Count abnormal events and log the first of each to standard error.
 
-    Under XLA, events are only counted: XLA has no strings and cannot print.
-
-    Args:
-        happened: One bool per name, or a scalar for a single name.
-        counter: Counter of the shape of `happened`, updated in place.
-        names: Name of each subject, for the log.
-        message: Message after the names.
+    `happened` has one bool per name, or is a scalar for a single name. The
+    counter of the same shape is updated in place. XLA has no strings and cannot
+    print: events are only counted.
     """
     if not names:
         return
@@ -73,7 +69,6 @@ class Streak:
     """Consecutive skipped steps of one replica up to now.
 
     Attributes:
-        length: Number of consecutive skipped steps.
         excluded: 1 if the metrics exclude the last batch, because its step was
             skipped and its loss is not finite; else 0.
         names: Paths of the checked gradients, from the last trace.
@@ -93,11 +88,7 @@ class Streak:
         self.excluded.assign(tf.zeros_like(self.excluded))
 
     def extend(self, finite: tf.Tensor, is_lost: tf.Tensor) -> None:
-        """Record a skipped step.
-
-        `finite` has one bool per gradient; `is_lost` is True if the loss is
-        not finite either.
-        """
+        """Record a skipped step; `finite` has one bool per gradient."""
         # Use float32: GPUs have no kernels for sum and argmax of integers.
         bad = tf.cast(~finite, tf.float32)
         self._lengthen(tf.cast(tf.reduce_sum(bad), tf.int64), is_lost)
@@ -124,11 +115,7 @@ class Streak:
             variable.assign(tf.cast(value, variable.dtype))
 
     def check(self, limit: int, name: str) -> int:
-        """Return the length if it is below a limit; call eagerly only.
-
-        Raises:
-            FloatingPointError: If the length has reached the limit.
-        """
+        """Return the length; raise an error at the limit. Call eagerly only."""
         if (length := int(self.length.numpy())) < limit:
             return length
         raise FloatingPointError(
@@ -197,8 +184,8 @@ _LABEL = re.compile(
 def refuse(condition: tf.Tensor, message: tf.Tensor) -> tf.Operation:
     """Operation that fails with a one-line message if `condition` is True.
 
-    Make later operations depend on it. Do not use it where other replicas
-    would wait in a collective.
+    Make later operations depend on it. Do not use it where other replicas would
+    wait in a collective.
     """
     text = tf.strings.join([_PREFIX, message])
     return tf.debugging.Assert(tf.logical_not(condition), [text])
@@ -206,11 +193,7 @@ def refuse(condition: tf.Tensor, message: tf.Tensor) -> tf.Operation:
 
 @contextlib.contextmanager
 def as_errors() -> Iterator[None]:
-    """Convert failures of `refuse` and invalid labels to a ValueError.
-
-    Raises:
-        ValueError: With the message of `refuse`, or the invalid label.
-    """
+    """Convert failures of `refuse` and invalid labels to a ValueError."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:

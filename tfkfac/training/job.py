@@ -107,9 +107,6 @@ def refuse_eager_replicas() -> NoReturn:
 
     An eager `MirroredStrategy` runs one replica after the other, so a
     collective of the first replica would wait forever for the second.
-
-    Raises:
-        ValueError: Always.
     """
     raise ValueError(
         "Argument `run_eagerly` of `compile` must be False, and a training "
@@ -129,15 +126,10 @@ class Job:
     """Model, optimizers, replicas and counters, common to all training steps.
 
     Attributes:
-        topology: The replicas of the job, and the local replicas.
-        skipped: Number of skipped steps of each local replica.
-        streaks: Consecutive skipped steps of each local replica.
         empty: Number of consecutive batches without an example, of each local
             replica; empty if there is one replica.
         loss_terms: Number of terms of a loss that is not computed by
             `compute_loss`, or a function that returns it.
-        losses: Log of the likelihoods that the losses matched.
-        plan: Start and length of the training run.
     """
 
     def __init__(

@@ -31,10 +31,8 @@ Gradients = list[tf.Tensor | None]
 class Update(NamedTuple):
     """Input of the inner optimizer in a step.
 
-    Attributes:
-        gradients: The gradients that the inner optimizer gets.
-        after: Called after the inner optimizer has changed the weights, before
-            it averages or constrains them. Defaults to None.
+    `after` is called after the inner optimizer has changed the weights, before
+    it averages or constrains them.
     """
 
     gradients: Gradients
@@ -46,11 +44,9 @@ class Step:
     """Training step of a replica, in one trace.
 
     Attributes:
-        job: The job.
         gradients: Gradients of this replica's loss, divided by the number of
             replicas by Keras; None for a variable without a gradient.
         variables: The variables of the gradients.
-        batch: The batch of this replica.
         group: The replicas that train together.
         before: Values of the model's non-trainable state before its call.
         finite: Scalar bool, False to skip the step; set by `check_finite`.
@@ -113,10 +109,7 @@ class Step:
         return weighted(excess, self.loss.share)
 
     def record_losses(self, instead: str) -> None:
-        """Record the likelihoods that the losses of this step matched.
-
-        `instead` is the text on the fallback for losses without a likelihood.
-        """
+        """Record the likelihoods of the losses; `instead` is the fallback."""
         self.job.losses.record(self.loss.losses, self.job, instead)
 
     def drop_gradients(self, indices: Sequence[int], bound: tf.Tensor) -> None:
@@ -134,8 +127,7 @@ class Step:
         """Weight of this replica's gradients in the mean; None is 1.
 
         Replicas with batches of different sizes (at the end of an epoch) have
-        different weights in the global mean. None if `weigh_loss` has already
-        weighed the loss.
+        different weights. None if `weigh_loss` has already weighed the loss.
         """
         return None if self.batch.measure is not None else self.loss.share
 
@@ -158,8 +150,8 @@ class Step:
     def reduce(self, *extra: tf.Tensor) -> list[tf.Tensor]:
         """All-reduce the gradients to the gradients of the group's mean loss.
 
-        This is the only reduction of the gradients. Returns the sums of the
-        `extra` tensors, which are sent in the same messages.
+        Returns the sums of the `extra` tensors, which are sent in the same
+        messages.
         """
         self.weigh()
         sums = list(extra)
@@ -198,9 +190,9 @@ class Step:
     def apply(self, direction: Callable[[], Update]) -> None:
         """Apply the inner optimizer to `direction()` if the step is finite.
 
-        `direction` runs on all replicas of the group or on none, so it may
-        use collectives. Records of the batch and of layers must be read
-        before, outside of this branch.
+        `direction` runs on all replicas of the group or on none, so it may use
+        collectives. Records of the batch and of layers must be read before,
+        outside of this branch.
         """
 
         def update() -> None:
@@ -212,8 +204,8 @@ class Step:
     def keep_finite(self, losses: tf.Tensor) -> None:
         """Restore moving statistics that are not finite after a micro-batch.
 
-        The metrics exclude the micro-batch if the loss of the micro-batch, or
-        the sum `losses` over earlier micro-batches of the step, is not finite.
+        The metrics exclude the micro-batch if its loss, or the sum `losses`
+        over earlier micro-batches of the step, is not finite.
         """
         lost = is_lost(self.batch.value, losses)
         self._streak.excluded.assign(tf.cast(lost, tf.int64))
@@ -293,8 +285,8 @@ def weigh_loss(loss: tf.Tensor, job: Job, peers: tuple[int, ...]) -> tf.Tensor:
     """Weigh a replica's loss by its share of the terms, see `LossMeasure`.
 
     Call it under the tape: gradients that flow to other replicas through
-    synchronised layers then have the correct weight too. The batch records the
-    measure for the step. `peers` are the replicas of the mean.
+    synchronised layers then have the correct weight too. `peers` are the
+    replicas of the mean.
     """
     tap = LossTap.open(job.model)
     batch = tap.pop_last(LossBatch())
