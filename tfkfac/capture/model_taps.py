@@ -6,10 +6,10 @@ stored on the graph of their tensors, so no other trace uses them.
 A pullback backpropagates gradients at the outputs of a recorded call of the
 model to the pre-activations of its layers. The tape of the training step is no
 longer available when the optimizer runs. Therefore a second, persistent tape
-records each call; it only watches the pre-activations of the tapped layers.
-The backward pass uses the dropout masks and batch statistics of the step,
-computes no gradient of a weight, and changes no state. In a graph it costs
-nothing unless it is used, also inside a branch of `tf.cond`.
+records each call; it only watches the pre-activations of the tapped layers. The
+backward pass uses the dropout masks and batch statistics of the step, computes
+no gradient of a weight, and changes no state. In a graph it costs nothing
+unless it is used, also inside a branch of `tf.cond`.
 """
 
 import abc
@@ -17,16 +17,21 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.compat.graphs import Sum, open_graphs, under_tape
+from tfkfac.compat.graphs import (
+    Sum,
+    graph_attribute,
+    open_graphs,
+    under_tape,
+)
 from tfkfac.compat.models import changing_variables, replica_variable
-from tfkfac.compat.overrides import drop_from, keep_on, override
+from tfkfac.compat.overrides import Below, drop_from, keep_on, override
 from tfkfac.compat.strategies import summing_replicas
 
 _STORE = "_tfkfac_records"
@@ -64,8 +69,6 @@ def replica_id() -> int:
 
 
 N = TypeVar("N")
-# Original method, called inside of the override.
-Below = Callable[..., Any]
 # Lists of one graph, keyed by (id of the `TraceLists`, replica).
 _Store = dict[tuple[int, int], list[Any]]
 # (variable, value) pairs of one replica.
@@ -75,34 +78,24 @@ _recording = threading.local()
 
 
 class TraceLists(Generic[N]):
-    """Lists of recorded objects, one for each trace and replica.
-
-    Objects of a graph are stored on the graph, eager objects on this object.
-    """
+    """Lists of recorded objects, one for each trace and replica."""
 
     def __init__(self) -> None:
         self._eager: _Store = {}
 
     def current(self, replica: int | None = None) -> list[N]:
-        """Return the mutable list of a replica in the current graph.
-
-        `replica` defaults to the replica that is being traced.
-        """
+        """Return the mutable list of a replica in the current graph."""
         store = self._eager
         if not tf.executing_eagerly():
             graph = tf.compat.v1.get_default_graph()
-            if not hasattr(graph, _STORE):
-                setattr(graph, _STORE, {})
-            store = getattr(graph, _STORE)
+            store = graph_attribute(graph, _STORE, dict)
         index = replica_id() if replica is None else replica
         return store.setdefault((id(self), index), [])
 
     def visible(self, and_eager: bool = False) -> list[list[N]]:
-        """Return this replica's lists in the current and the outer graphs.
+        """Return this replica's lists in the outermost to the current graph.
 
-        One list per graph: the enclosing graphs (of a `tf.cond` branch) from
-        the outermost, then the current graph. With `and_eager`, the eager
-        list comes first.
+        With `and_eager`, the eager list comes first.
         """
         graphs = [] if tf.executing_eagerly() else [*open_graphs()][::-1]
         stores: list[_Store] = [getattr(graph, _STORE, {}) for graph in graphs]
@@ -224,16 +217,9 @@ class Pullback:
     ) -> list[tf.Tensor | None]:
         """Backpropagate gradients at outputs to pre-activations.
 
-        Args:
-            outputs: Outputs of the call.
-            gradients: Gradient at each output.
-            sources: `Record.output` of each layer, or None.
-            total: Sums a tensor over the replicas, for synchronized layers.
-                Defaults to the identity.
-
-        Returns:
-            The gradient at each source; None for a source of None, and where
-            no output depends on the source.
+        `sources` has `Record.output` of each layer, or None. `total` sums a
+        tensor over the replicas, for synchronized layers. The gradient is None
+        for a source of None, and where no output depends on the source.
         """
         tapped = [source for source in sources if source is not None]
         with paused(), summing_replicas(total):
@@ -300,9 +286,8 @@ class MetricsDecision(NamedTuple):
 
     Attributes:
         flag: Positive if the batch is excluded from the metrics.
-        loss_is_known: False if the loss of the batch was not computed by
-            `compute_loss`. Then the batch is only excluded if a metric is not
-            finite.
+        loss_is_known: False if `compute_loss` did not compute the loss. Then
+            the batch is only excluded if a metric is not finite.
     """
 
     flag: tf.Variable
@@ -357,10 +342,7 @@ def _all_finite(values: Values) -> tf.Tensor:
 
 
 def metrics_are_reset(model: keras.Model) -> bool:
-    """Return True if all metrics are in their reset state. Eager only.
-
-    Under a strategy this is a collective operation, as `Metric.result` is.
-    """
+    """True if all metrics are in their reset state; an eager collective."""
     return all(
         np.array_equal(
             # `np.asarray(variable)` would cause a warning of NumPy 2.

@@ -7,14 +7,11 @@ tape, saving and cloning are not affected.
 
 A step uses the records of all backward passes of its forward pass. A call of a
 layer has one record per backward pass through it.
-
-Records are Python objects with tensors of one trace. They are stored on the
-graph of the trace, or on the tap in eager mode, so that no trace uses tensors
-of another trace.
 """
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import weakref
@@ -34,7 +31,7 @@ from tfkfac.capture.model_taps import (
 from tfkfac.compat.graphs import with_gradient
 from tfkfac.compat.models import mask_of, pass_mask
 from tfkfac.compat.overrides import (
-    Wrapper,
+    Below,
     drop_from,
     keep_on,
     kept_on,
@@ -93,7 +90,8 @@ class Tap:
         self._records: TraceLists[TimedRecord] = TraceLists()
         self._moments: dict[int, Any] = {}
         self._names = list(inspect.signature(layer.call).parameters)
-        self._overrides = [override(layer, "call", self._wrap_call(layer))]
+        tapped = functools.partial(self._tapped_call, layer)
+        self._overrides = [override(layer, "call", tapped)]
         if isinstance(layer, keras.layers.BatchNormalization):
             # Override the moments permanently, not per call: other replicas run
             # while a synchronised layer is called.
@@ -109,10 +107,7 @@ class Tap:
 
     @classmethod
     def close(cls, layer: keras.layers.Layer, owner: object | None) -> None:
-        """Remove an owner of a layer's tap; the last owner removes the tap.
-
-        Owners that were garbage-collected are removed automatically.
-        """
+        """Remove an owner of a layer's tap; the last owner removes the tap."""
         tap = kept_on(layer, _TAP)
         if tap is None:
             return
@@ -125,10 +120,7 @@ class Tap:
 
     @staticmethod
     def calls(layer: keras.layers.Layer) -> list[list[Record]]:
-        """Return and remove this replica's records in the current trace.
-
-        The result has one list of records per call, in the order of gradients.
-        """
+        """Remove and return this replica's records, one list for each call."""
         tap = kept_on(layer, _TAP)
         if tap is None:
             return []
@@ -137,23 +129,16 @@ class Tap:
             calls.setdefault(timed.call_time, []).append(timed.record)
         return list(calls.values())
 
-    def _wrap_call(self, layer: keras.layers.Layer) -> Wrapper:
-        def call(
-            below: Callable[..., Any], /, *args: Any, **kwargs: Any
-        ) -> Any:
-            if not capturing():
-                return below(*args, **kwargs)
-            return self._tapped_call(layer, below, args, kwargs)
-
-        return call
-
     def _tapped_call(
         self,
         layer: keras.layers.Layer,
-        original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        below: Below,
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
+        if not capturing():
+            return below(*args, **kwargs)
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         inputs = arguments.pop(self._names[0])
         mask = mask_of(inputs)
@@ -176,11 +161,11 @@ class Tap:
             stored.append(TimedRecord(call_time, time, result))
 
         with tapped_activation(layer, record) as activated:
-            outputs = original(*args, **kwargs)
+            outputs = below(*args, **kwargs)
         moments = self._moments.pop(replica, None)
         return outputs if activated else watch(outputs, record)
 
-    def _record_moments(self, below: Callable[..., Any], /, *args: Any) -> Any:
+    def _record_moments(self, below: Below, /, *args: Any) -> Any:
         """Record the batch moments that a normalisation layer computes."""
         moments = below(*args)
         if capturing():
@@ -192,16 +177,13 @@ class Tap:
 def tapped_activation(
     layer: keras.layers.Layer, record: Recorder
 ) -> Iterator[list[bool]]:
-    """Tap the input of a layer's activation, if any, for one call.
-
-    Yields a list that is non-empty once the activation was called.
-    """
+    """Tap the input of an activation; yield a list, not empty once called."""
     activated: list[bool] = []
     if getattr(layer, "activation", None) is None:
         yield activated
         return
 
-    def tapped(activation: Callable[..., Any], z: tf.Tensor, /) -> tf.Tensor:
+    def tapped(activation: Below, z: tf.Tensor, /) -> tf.Tensor:
         activated.append(True)
         return activation(watch(z, record))
 
@@ -214,7 +196,7 @@ def before_first_call(
 ) -> None:
     """Run `action` once before the next call of a layer, after its build."""
 
-    def call(_: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def call(_: Below, /, *args: Any, **kwargs: Any) -> Any:
         try:
             # Remove the hook after `action`, which else adds the hook again.
             action()
@@ -258,15 +240,10 @@ def is_product(
 ) -> bool:
     """True if the gradients of a kernel and a bias are `a^T g` and `1^T g`.
 
-    Users or regularisers may change the gradients after the backward pass
-    (clipping, unscaling, sums). This function inspects the graph and returns
-    True only if the gradients are exactly these products.
-
-    Args:
-        gradients: Gradients of the kernel and, optionally, of the bias. The
-            first axes of the kernel are contracted with a.
-        inputs: Recorded inputs a, with features last.
-        gradient: Recorded gradient g, with features last.
+    Users or regularisers may change the gradients after the backward pass. This
+    function inspects the graph, and returns True only for exactly these
+    products. The first axes of the kernel are contracted with the recorded
+    inputs `a`; the features of `a` and `g` are last.
     """
     tensors = [*gradients, inputs, gradient]
     dense = all(isinstance(tensor, tf.Tensor) for tensor in tensors)

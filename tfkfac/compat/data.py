@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -14,7 +14,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from tensorflow.python.eager import context
 
-from tfkfac.compat.overrides import overridden
+from tfkfac.compat.overrides import Below, overridden
 
 # With these sources, `AutoShardPolicy.AUTO` divides files among workers.
 _READERS = (
@@ -29,23 +29,19 @@ Policy = tf.data.experimental.AutoShardPolicy
 
 
 def global_seed() -> int | None:
-    """Return the seed of `tf.random.set_seed`; None if no seed is set.
-
-    This relies on the `global_seed` of TensorFlow's context.
-    """
+    """Return `global_seed` of TensorFlow's context; None if no seed is set."""
     return context.global_seed()
 
 
 def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     """Return the seeds that determine which rows of a pipeline a worker takes.
 
-    A shuffle without a seed has (0, 0). The list is empty if the workers have
-    different data: with `AutoShardPolicy.OFF`, or if they read different
-    files. No element of the pipeline is read.
+    A shuffle without a seed has (0, 0). For a shuffle inside a function only
+    the global seed is known. The list is empty if the workers have different
+    data: with `AutoShardPolicy.OFF`, or if they read different files.
 
     This relies on `_inputs()` and `_functions()` of a dataset, and on `_seed`
-    and `_seed2` of a shuffle or of a choice among several datasets. For a
-    shuffle inside a function only the global seed is known.
+    and `_seed2` of a shuffle or of a choice among several datasets.
     """
     datasets = list(_upstream_datasets(dataset))
     seeds = [(d._seed, d._seed2) for d in datasets if hasattr(d, "_seed2")]
@@ -64,12 +60,11 @@ def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
 
 
 def copy_generated(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Copy each element if the pipeline reads it from a Python generator.
+    """Copy each element if the pipeline has a "GeneratorDataset" operation.
 
-    TensorFlow does not copy the generator's arrays. An operation on a slice,
-    such as the rows of a worker, may write its output into the slice and thus
-    into the user's array. This relies on the operation "GeneratorDataset" of
-    `tf.data.Dataset.from_generator`.
+    TensorFlow does not copy the arrays of a Python generator. An operation on a
+    slice, such as the rows of a worker, may write its output into the user's
+    array.
     """
     names = _type_names(list(_upstream_datasets(dataset)))
     if "GeneratorDataset" not in names:
@@ -119,22 +114,21 @@ def _type_names(datasets: Sequence[tf.data.Dataset]) -> set[str]:
 def reshuffle_arrays(seed: int) -> Iterator[None]:
     """Make `fit` shuffle arrays in a new order each epoch, equal on workers.
 
-    If `tf.random.set_seed` was called, Keras repeats the order of the first
-    epoch, because `tf.random.shuffle` restarts with each iterator. Here the
-    order depends on the seed and the number of earlier iterators.
+    After `tf.random.set_seed`, Keras repeats the order of the first epoch,
+    because `tf.random.shuffle` restarts with each iterator. Here the order
+    depends on the seed and the number of earlier iterators.
 
-    This relies on `ArrayDataAdapter.get_tf_dataset` calling
-    `tf.random.shuffle`, and on `TFEpochIterator._get_iterator` being called
-    once for each iterator, after the previous iterator has ended.
+    This relies on `TFEpochIterator._get_iterator` being called once for each
+    iterator, after the previous iterator has ended.
     """
     iterators: collections.Counter[int] = collections.Counter()
 
-    def get_iterator(below: Callable[..., Any], epochs: Any) -> Any:
+    def get_iterator(below: Below, epochs: Any) -> Any:
         iterators[id(epochs.data_adapter)] += 1
         return below(epochs)
 
-    def get_tf_dataset(below: Callable[..., Any], adapter: Any) -> Any:
-        def shuffle(_: Callable[..., Any], indices: tf.Tensor) -> tf.Tensor:
+    def get_tf_dataset(below: Below, adapter: Any) -> Any:
+        def shuffle(_: Below, indices: tf.Tensor) -> tf.Tensor:
             number = tf.numpy_function(
                 lambda: np.int64(iterators[id(adapter)]), [], tf.int64
             )
@@ -159,12 +153,12 @@ def label_checksums() -> Iterator[list[int]]:
     """Collect the checksum of the labels of the first batch of a `PyDataset`.
 
     A batch without labels is used as a whole. This relies on Keras passing the
-    batches that it reads for their shapes, before training and in the thread
-    of `fit`, to `_standardize_batch`. No additional batch is read.
+    batches that it reads for their shapes, before training and in the thread of
+    `fit`, to `_standardize_batch`.
     """
     checksums: list[int] = []
 
-    def standardize(below: Callable[..., Any], adapter: Any, batch: Any) -> Any:
+    def standardize(below: Below, adapter: Any, batch: Any) -> Any:
         batch = below(adapter, batch)
         if not checksums:
             has_labels = isinstance(batch, tuple) and len(batch) > 1

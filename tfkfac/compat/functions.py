@@ -16,7 +16,13 @@ from tensorflow.python.framework.ops import set_int_list_attr
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tfkfac.compat.graphs import Tracked, in_xla, not_inlined, open_graphs
+from tfkfac.compat.graphs import (
+    Tracked,
+    graph_attribute,
+    in_xla,
+    not_inlined,
+    open_graphs,
+)
 
 T = TypeVar("T")
 
@@ -31,8 +37,7 @@ class TraceKey(NamedTuple):
     Attributes:
         key: A hashable value. It differs between calls that need different
             operations for arguments of equal shapes and dtypes.
-        any_size: True if the function works for tensors of any size, see
-            `shared_call`. Defaults to True.
+        any_size: True if the function works for tensors of any size.
     """
 
     key: Hashable
@@ -40,22 +45,15 @@ class TraceKey(NamedTuple):
 
 
 class Member(Tracked):
-    """Object with variables that can be an argument of `shared_call`.
+    """Object with variables that can be an argument of `shared_call`."""
 
-    Attributes:
-        held: Names of the attributes that are variables or lists of variables.
-    """
-
+    # Names of the attributes that are variables or lists of variables.
     held: ClassVar[tuple[str, ...]] = ()
 
     @property
     def key(self) -> TraceKey:
         """Trace key; equal for objects that differ only in their variables."""
         raise NotImplementedError
-
-    def variable_values(self) -> list[Any]:
-        """Values of the attributes in `held`, in order."""
-        return [getattr(self, name) for name in self.held]
 
     def with_variables(self, values: Sequence[Any]) -> Self:
         """Return an untracked shallow copy that uses the given variables."""
@@ -68,9 +66,7 @@ class Member(Tracked):
 def shared(method: Callable[..., T]) -> Callable[..., T]:
     """Decorate a method of a `Member` to share its trace between objects.
 
-    In a graph the method is called by `shared_call`, with the key of the
-    object. Static sizes of the results may be unknown; the caller can restore
-    them with `set_shape`.
+    In a graph, static sizes of the results may be unknown.
     """
 
     @functools.wraps(method)
@@ -92,7 +88,7 @@ def _is_constant(arg: Any) -> bool:
 def _to_nest(arg: Any) -> Any:
     """Convert an argument to a nest of tensors and variables."""
     if isinstance(arg, Member):
-        return arg.variable_values()
+        return [getattr(arg, name) for name in arg.held]
     return [] if _is_constant(arg) else arg
 
 
@@ -114,36 +110,30 @@ def shared_call(
 
     The first call traces the function. Later calls with an equal key, equal
     constants, and tensors of equal shapes and dtypes add one call operation to
-    the graph: a few milliseconds in the first step and some microseconds in
-    later steps. In eager mode this is a plain call of the function. Traces
-    live as long as the outermost graph.
+    the graph. In eager mode this is a plain call. Traces live as long as the
+    outermost graph.
 
     This relies on `inference_fn` of a concrete function. Calling it directly
     skips the checks of arguments, which take most of the time that a
-    `tf.function` needs for a call. The function runs on the device of the
-    caller, and error messages name the caller.
+    `tf.function` needs for a call.
 
     Args:
         key: Cache key of the function, in addition to the arguments. None to
             call the function without sharing its trace.
-        function: The function. It must use only tensors and variables that
-            are arguments, and no collectives.
-        args: Tensors, variables, nests of these, `Member` objects, or
-            hashable constants. Ranks must be known if `any_size`.
+        function: The function. It must use only tensors and variables that are
+            arguments, and no collectives.
+        args: Tensors, variables, nests of these, `Member` objects, or hashable
+            constants. Ranks must be known if `any_size`.
         any_size: True to trace once for all sizes. Static sizes of the results
             are then unknown; the caller can restore them with `set_shape`.
         placed: True to call by `PartitionedCall`, to which TensorFlow applies
             all graph passes. Convolutions then use oneDNN's kernels, 3 to 5
-            times faster, at the cost of a slower first step. Meant for a few
-            functions with long run times.
-
-    Returns:
-        The results of the function.
+            times faster, at the cost of a slower first step.
     """
     graphs = [graph for graph in open_graphs() if graph.building_function]
     if not graphs or key is None:
         return function(*args)
-    traces = _graph_attribute(graphs[-1], _SHARED, dict)
+    traces = graph_attribute(graphs[-1], _SHARED, dict)
     nests = [_to_nest(arg) for arg in args]
     leaves = tf.nest.flatten(nests)
     specs = [_LeafSpec.from_leaf(leaf, any_size) for leaf in leaves]
@@ -178,9 +168,9 @@ def _call_as_operation(
 ) -> list[tf.Tensor]:
     """Call a function by an operation whose type is the function's name.
 
-    TensorFlow creates one kernel for this operation. A `PartitionedCall` would
-    place and partition the function, and all functions that it calls, when it
-    first runs: a tenth of the time of the first step.
+    TensorFlow creates one kernel for it. A `PartitionedCall` would place and
+    partition the function, and all functions that it calls, when it first runs:
+    a tenth of the time of the first step.
 
     This relies on a graph accepting names of added functions as operation
     types, and on all operations of the function being on the caller's device.
@@ -214,15 +204,6 @@ def _mark_read_only_inputs(
         auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR,
         [offset + index for index in find(body)],
     )
-
-
-def _graph_attribute(
-    graph: tf.Graph, name: str, make: Callable[[], Any]
-) -> Any:
-    """Return an attribute of a graph, created by `make` on first use."""
-    if not hasattr(graph, name):
-        setattr(graph, name, make())
-    return getattr(graph, name)
 
 
 class _LeafSpec(NamedTuple):
@@ -281,11 +262,8 @@ def _unoptimized_calls() -> Iterator[None]:
     """Disable graph optimisation of functions called in this context.
 
     TensorFlow would optimise each function separately before its first run,
-    which takes some milliseconds and gains almost nothing. Constant folding
-    and common subexpression elimination still happen.
-
-    This relies on `function_call_options` of the thread's context, from which
-    a call in a graph takes its `config_proto`.
+    which takes some milliseconds and gains almost nothing. This relies on a
+    call in a graph taking its `config_proto` from `function_call_options`.
     """
     current = context.context()
     before = current.function_call_options
@@ -309,21 +287,20 @@ def when(predicate: tf.Tensor, do: Callable[[], object]) -> list[tf.Operation]:
     """Run `do` for its side effects if a predicate is true.
 
     A `tf.cond` copies each captured tensor into both branches and adds three
-    operations per tensor when it is lowered: half of the nodes of a K-FAC
-    step. Here the branch stays a function, and the other branch is empty.
+    operations per tensor when it is lowered: half of the nodes of a K-FAC step.
+    Here the branch stays a function, and the other branch is empty.
 
     With several devices or XLA, the `If` operation is lowered as in `tf.cond`,
-    because its kernel needs all inputs on one device. The branch then calls
-    the function, which is placed like any other. Read-only variables are
-    marked, so that branches of two replicas do not wait for each other.
+    because its kernel needs all inputs on one device. The branch then calls the
+    function. Read-only variables are marked, so that branches of two replicas
+    do not wait for each other.
 
-    This relies on the operation `If` accepting functions that are built from
-    a `FunctionDef`, and on `captured_inputs` of a traced function.
+    This relies on the operation `If` accepting functions that are built from a
+    `FunctionDef`, and on `captured_inputs` of a traced function.
 
     Args:
         predicate: Scalar bool tensor.
-        do: The function to run. It may use collectives. Its result is
-            dropped.
+        do: The function to run. It may use collectives. Its result is dropped.
 
     Returns:
         The operations to wait for until `do` has run; empty in eager mode.
@@ -343,7 +320,7 @@ def when(predicate: tf.Tensor, do: Callable[[], object]) -> list[tf.Operation]:
     graph = tf.compat.v1.get_default_graph()
     graph._add_function_recursive(function.inference_fn)
     # Keep the function: an export of the graph looks up the branch's graph.
-    _graph_attribute(graph, _BRANCHES, list).append(function)
+    graph_attribute(graph, _BRANCHES, list).append(function)
     one_device = _on_one_device()
     condition = tf.raw_ops.If(
         cond=predicate,

@@ -11,7 +11,7 @@ from tensorflow.python.framework.ops import gradient_registry
 from tensorflow.python.ops import control_flow_util, resource_variable_ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tfkfac.compat.overrides import overridden
+from tfkfac.compat.overrides import Below, overridden
 
 try:
     from keras.src.backend.tensorflow import nn as keras_nn
@@ -30,9 +30,8 @@ def state_variable(
 ) -> tf.Variable:
     """Create a non-trainable, worker-local variable; legal inside a trace.
 
-    Under a distribution strategy the variable is not mirrored: other workers
-    may have a variable of another shape, or none. `shape` defaults to the
-    shape of the value; None entries are sizes that may change.
+    Other workers may have a variable of another shape, or none. `shape`
+    defaults to the shape of the value; None entries are sizes that may change.
 
     This relies on `ResourceVariable`, a base class of `tf.Variable`, ignoring
     the variable creators of a strategy.
@@ -44,11 +43,7 @@ def state_variable(
 
 
 def in_graph(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Wrap a function in `tf.function` when executing eagerly.
-
-    A graph runs long computations faster, and its error messages name the
-    layers.
-    """
+    """Wrap a function in a faster `tf.function` if executing eagerly."""
     if tf.executing_eagerly():
         return tf.function(function, autograph=False)
     return function
@@ -57,11 +52,7 @@ def in_graph(function: Callable[[], Any]) -> Callable[[], Any]:
 def not_inlined(
     function: Callable[..., Any], input_signature: Any = None
 ) -> Any:
-    """Return a `tf.function` whose call stays a single graph operation.
-
-    This relies on the function attribute `_noinline`. Without it TensorFlow
-    replaces the call by the operations of the function.
-    """
+    """Return a `tf.function` whose call stays one operation, by `_noinline`."""
     return tf.function(
         function,
         input_signature=input_signature,
@@ -78,12 +69,9 @@ def repeat(
 ) -> T:
     """Compute `state = body(index, state)` for `first <= index < end`.
 
-    The state is a nest of tensors of fixed shapes and dtypes, the index an
-    int32 scalar. The body may use collectives. In a loop, TensorFlow matches
-    collectives across workers by the name of the loop, to which scopes and
-    replicas add prefixes. The loop is therefore in a separate function.
-
-    This relies on operation names having no prefix inside a function.
+    The state is a nest of tensors of fixed shapes and dtypes. The body may use
+    collectives: TensorFlow matches collectives of a loop across workers by the
+    name of the loop, which has no prefix inside a separate function.
     """
 
     def loop(state: T, first: tf.Tensor, end: tf.Tensor) -> T:
@@ -107,8 +95,8 @@ def map_rows(
     """Call `tf.map_fn` and restore the variable scope if the function raises.
 
     For graphs only. While tracing, TensorFlow sets a caching device on the
-    default variable scope, and does not reset it after an exception. A
-    strategy could then no longer enter that scope.
+    default variable scope and does not reset it after an exception. A strategy
+    could then no longer enter that scope.
     """
     scope = tf.compat.v1.get_variable_scope()
     before = scope.caching_device
@@ -121,7 +109,7 @@ def map_rows(
 def in_current_graph(
     tensor: tf.Tensor | tf.IndexedSlices,
 ) -> tf.Tensor | tf.IndexedSlices:
-    """Return a tensor, or its identity if the tensor is of an outer graph."""
+    """Return a tensor, or its identity if it is of an outer graph."""
     if tf.executing_eagerly():
         return tensor
     if tensor.graph is tf.compat.v1.get_default_graph():
@@ -150,30 +138,21 @@ def count_scalars(
 
 
 def in_xla() -> bool:
-    """True if XLA compiles the current trace.
-
-    This relies on `GraphOrParentsInXlaContext`, which TensorFlow's control
-    flow uses.
-    """
+    """True if XLA compiles the trace, by `GraphOrParentsInXlaContext`."""
     graph = tf.compat.v1.get_default_graph()
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
 def under_tape() -> bool:
-    """True if a gradient tape or forward accumulator of this thread is active.
-
-    This relies on `tensorflow.python.eager.record`, which TensorFlow uses to
-    decide whether to record an operation.
-    """
+    """True if a tape is active in this thread, by `could_possibly_record`."""
     return bool(record.could_possibly_record())
 
 
 def open_graphs() -> Iterator[tf.Graph]:
     """Yield the current graph and its outer graphs; none in eager mode.
 
-    This relies on the attribute `outer_graph` of the graph of a function or a
-    branch. The outermost graph has no such attribute, or has the empty graph
-    of eager execution there.
+    This relies on the attribute `outer_graph`, which the outermost graph does
+    not have, or where it has the empty graph of eager execution.
     """
     if tf.executing_eagerly():
         return
@@ -183,12 +162,16 @@ def open_graphs() -> Iterator[tf.Graph]:
         graph = getattr(graph, "outer_graph", None)
 
 
-def is_constant_to_tapes(op_type: str) -> bool:
-    """True if TensorFlow treats the derivative of an operation type as zero.
+def graph_attribute(graph: tf.Graph, name: str, make: Callable[[], T]) -> T:
+    """Return an attribute of a graph, created by `make` on first use."""
+    if not hasattr(graph, name):
+        setattr(graph, name, make())
+    value: T = getattr(graph, name)
+    return value
 
-    This relies on `gradient_registry`, which stores None for operations that
-    are registered as not differentiable.
-    """
+
+def is_constant_to_tapes(op_type: str) -> bool:
+    """True if `gradient_registry` has None, a zero derivative, for a type."""
     try:
         return gradient_registry.lookup(op_type) is None
     except LookupError:
@@ -198,8 +181,8 @@ def is_constant_to_tapes(op_type: str) -> bool:
 def operation_without_gradient(error: LookupError) -> str:
     """Return the operation type named by a missing-gradient error.
 
-    This relies on the error messages: the registry's message ends with the
-    type, and the message of `PreventGradient` contains "disabled".
+    This relies on the error messages: one ends with the type, and the message
+    of `PreventGradient` contains "disabled".
     """
     if "disabled" in str(error):
         return "PreventGradient"
@@ -223,10 +206,10 @@ else:
 
 
 def replica_copy(variable: Any) -> tf.Variable:
-    """Return this replica's copy of a mirrored variable.
+    """Return this replica's copy of a mirrored variable, else the variable.
 
-    Other variables are returned unchanged. This relies on the method
-    `_get_on_device_or_primary`, which only distributed variables have.
+    This relies on `_get_on_device_or_primary`, which only distributed variables
+    have.
     """
     get = getattr(variable, "_get_on_device_or_primary", None)
     return variable if get is None else get()
@@ -272,14 +255,13 @@ _VARIABLES = (
 def written_variables() -> Iterator[list[tf.Tensor]]:
     """Collect the handles of the variables that are written in this context.
 
-    Keras' stateless scopes cover Keras variables. This function also covers a
-    `tf.Variable` or `tf.random.Generator` that a loss uses.
+    Keras' stateless scopes cover Keras variables only, not a `tf.Variable` or
+    `tf.random.Generator` that a loss uses.
 
-    In a graph this relies on `get_read_write_resource_inputs`, by which
-    TensorFlow orders reads and writes, also inside of called functions. In
-    eager mode it relies on the names of variables' methods, "assign*" and
-    "scatter*", and on `_prepare_key_counter` of generators, which every draw
-    calls.
+    In a graph this relies on `get_read_write_resource_inputs`, which also looks
+    into called functions. In eager mode it relies on the names of variables'
+    methods, "assign*" and "scatter*", and on `_prepare_key_counter` of
+    generators, which every draw calls.
     """
     handles: list[tf.Tensor] = []
     if not tf.executing_eagerly():
@@ -293,7 +275,7 @@ def written_variables() -> Iterator[list[tf.Tensor]]:
         return
 
     def record_write(
-        below: Callable[..., Any], /, owner: Any, *args: Any, **kwargs: Any
+        below: Below, /, owner: Any, *args: Any, **kwargs: Any
     ) -> Any:
         is_generator = isinstance(owner, tf.random.Generator)
         variable = owner.state if is_generator else owner
@@ -316,8 +298,7 @@ def written_variables() -> Iterator[list[tf.Tensor]]:
 def _outermost(handle: tf.Tensor) -> tf.Tensor:
     """Return the original of a handle that nested functions captured.
 
-    Otherwise two placeholders of a variable would count as two variables. This
-    relies on `captures` of a function's graph.
+    Otherwise two placeholders of a variable would count as two variables.
     """
     while not isinstance(handle, ops.EagerTensor):
         captures = getattr(handle.graph, "captures", ())
@@ -358,10 +339,7 @@ def kept_variables(handles: Sequence[tf.Tensor]) -> Iterator[None]:
 
 
 def has_effects(graph: tf.Graph) -> bool:
-    """True if a graph has stateful operations other than variable reads.
-
-    This relies on `OpDef.is_stateful` and on `RESOURCE_READ_OPS`.
-    """
+    """True if a graph has stateful operations not in `RESOURCE_READ_OPS`."""
     reads = auto_control_deps_utils.RESOURCE_READ_OPS
     return any(
         operation.op_def.is_stateful and operation.type not in reads
@@ -378,12 +356,12 @@ def with_gradient(
     """Apply a function to a tensor with a custom gradient for tapes.
 
     In a graph `tf.custom_gradient` adds its arguments to a registry of the
-    process and never removes them, so graphs and models would leak. Tapes do
-    not need the registry. The gradient of an enclosing `tf.function`, taken
-    from outside, ignores the custom gradient.
+    process and never removes them, so graphs and models would leak. The
+    gradient of an enclosing `tf.function`, taken from outside, ignores the
+    custom gradient.
 
-    This relies on `stop_recording` and `record_operation` of TensorFlow's
-    `record`, which `tf.custom_gradient` calls as well.
+    This relies on `stop_recording` and `record_operation`, which
+    `tf.custom_gradient` calls as well.
     """
     with record.stop_recording():
         # Add an identity: a tape needs a result other than the argument.
@@ -398,16 +376,13 @@ def with_gradient(
 def exact_second_derivatives(total: Sum) -> Iterator[None]:
     """Make batch moments twice differentiable in this thread.
 
-    `tf.nn.moments` before TensorFlow 2.22 stops the gradient of the mean
-    inside the variance. The first derivative is exact, but the second is wrong
-    by several percent. Moments that are synchronised over replicas use a
-    reduction that is illegal inside a `tf.cond`; `total`, a differentiable sum
-    over replicas, replaces it.
+    `tf.nn.moments` before TensorFlow 2.22 stops the gradient of the mean inside
+    the variance: the second derivative is wrong by several percent. Moments
+    that are synchronised over replicas use a reduction that is illegal inside a
+    `tf.cond`; `total`, a differentiable sum over replicas, replaces it.
 
     This relies on Keras calling `tf.nn.moments`, and for synchronised moments
-    `_compute_moments_sync` of its module `nn`, through the modules'
-    attributes. Layers of users are likely to do the same. Other threads keep
-    the original functions.
+    `_compute_moments_sync` of its module `nn`, through the modules' attributes.
     """
 
     def synchronized(

@@ -11,15 +11,14 @@ from keras.src.losses import loss as loss_module
 
 from tfkfac.compat.graphs import written_variables
 from tfkfac.compat.models import compiled_loss, pass_mask
-from tfkfac.compat.overrides import overridden
+from tfkfac.compat.overrides import Below, overridden
 
 
 def logits_of(output: Any) -> tf.Tensor | None:
     """Return the logits from which Keras computed probabilities, or None.
 
-    This relies on `_keras_logits`, an attribute that Keras' softmax and
-    sigmoid set on their results. Keras' losses use these logits, whatever
-    their `from_logits`.
+    This relies on `_keras_logits`, which Keras' softmax and sigmoid set on
+    their results. Keras' losses use these logits, whatever their `from_logits`.
     """
     return getattr(output, "_keras_logits", None)
 
@@ -29,8 +28,8 @@ def in_place_of(
 ) -> tf.Tensor:
     """Return `value` with the mask of an output and the given logits.
 
-    Losses accept the result in place of the output. This relies on losses
-    reading the mask by `get_keras_mask`, and the logits from `_keras_logits`.
+    This relies on losses reading the mask by `get_keras_mask`, and the logits
+    from `_keras_logits`.
     """
     replacement = tf.identity(value)
     pass_mask(output, replacement)
@@ -78,11 +77,7 @@ class LossCall:
     """Record of one call of a loss.
 
     Attributes:
-        loss: The loss.
-        y_true: The labels.
-        y_pred: The predictions.
         reduction: Reduction of the values; None if not done by Keras.
-        result: The value that the call returned.
         leaves: The predictions on a tape, if requested.
         written: Handles of the variables that the call changed.
     """
@@ -105,20 +100,19 @@ def observed_losses(
 
     A loss that is called by another loss is not recorded. This relies on
     `Loss.__call__` casting the predictions to the `dtype` of the loss, and
-    calling `reduce_weighted_values(values, sample_weight=, mask=, reduction=,
-    dtype=)` through the attribute of its module.
+    calling `reduce_weighted_values` through the attribute of its module.
 
     Args:
         differentiated: Predicate of a loss. If True, the call is recorded on a
             tape, see `LossCall.leaves`.
-        check: Function of a loss, its labels and its predictions, called
-            before the loss.
+        check: Function of a loss, its labels and its predictions, called before
+            the loss.
     """
     calls: list[LossCall] = []
     reductions: list[list[Reduction]] = []  # stack, one entry per open call
 
     def call(
-        below: Callable[..., Any],
+        below: Below,
         /,
         loss: keras.losses.Loss,
         y_true: Any,
@@ -150,7 +144,7 @@ def observed_losses(
         return result
 
     def reduce(
-        below: Callable[..., Any],
+        below: Below,
         /,
         values: Any,
         sample_weight: Any = None,
@@ -188,11 +182,7 @@ def _watched(
 
 
 def loss_weights(model: keras.Model) -> list[tuple[Any, float]]:
-    """Return the compiled losses of a model and their weights, in call order.
-
-    The list is empty before the first call. This relies on `_flat_losses` of
-    the compiled loss, with the attributes `loss` and `loss_weights`.
-    """
+    """Return compiled losses and weights in call order, from `_flat_losses`."""
     flat = getattr(compiled_loss(model), "_flat_losses", None) or []
     return [
         (x.loss, 1.0 if x.loss_weights is None else x.loss_weights)
@@ -201,18 +191,12 @@ def loss_weights(model: keras.Model) -> list[tuple[Any, float]]:
 
 
 def loss_arguments(loss: keras.losses.Loss) -> dict[str, Any]:
-    """Return the arguments that a Keras loss passes to its function.
-
-    This relies on the attribute `_fn_kwargs` of `LossFunctionWrapper`.
-    """
+    """Return the arguments of a loss's function, `_fn_kwargs`."""
     return dict(getattr(loss, "_fn_kwargs", {}))
 
 
 def loss_function(loss: keras.losses.Loss) -> Callable[..., Any] | None:
-    """Return the function that a loss wraps, or None.
-
-    This relies on the attribute `fn` of `LossFunctionWrapper`.
-    """
+    """Return the function `fn` of a `LossFunctionWrapper`, else None."""
     return getattr(loss, "fn", None)
 
 
@@ -222,9 +206,6 @@ def is_divergence(loss: keras.losses.Loss) -> bool:
 
 
 def is_of_keras(loss: keras.losses.Loss) -> bool:
-    """True if Keras, not the user, defines the function or class of a loss.
-
-    This relies on Keras' functions and classes having a module in `keras`.
-    """
+    """True if the function or class of a loss has a module in `keras`."""
     definition = loss_function(loss) or type(loss)
     return str(getattr(definition, "__module__", "")).split(".")[0] == "keras"

@@ -16,7 +16,7 @@ from keras.src.saving.saving_lib import safe_get_h5_dataset, safe_get_h5_group
 
 from tfkfac.compat.graphs import replica_copy
 from tfkfac.compat.optimizers import named_optimizer
-from tfkfac.compat.overrides import Override, keep_on, override
+from tfkfac.compat.overrides import Below, Override, keep_on, override
 
 Callbacks = list[keras.callbacks.Callback]
 Arguments = Mapping[str, Any]
@@ -30,29 +30,21 @@ _WEIGHTS = "optimizer_weights"
 
 
 def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
-    """Return the direct sublayers of a layer.
-
-    This relies on `_flatten_layers`. The public `layers` exists for models
-    only.
-    """
+    """Return the direct sublayers of a layer, by `_flatten_layers`."""
     return layer._flatten_layers(include_self=False, recursive=False)
 
 
 def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
-    """Return a layer and all its sublayers, recursively, each layer once.
-
-    This relies on `_flatten_layers`.
-    """
+    """Return a layer and all its sublayers, each once, by `_flatten_layers`."""
     return layer._flatten_layers()
 
 
 def last_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """Return the layers with weights that are nearest to a model's outputs.
 
-    For a model that is not functional this is the last layer with weights.
-    This relies on `_keras_history` of an output of a functional model, which
-    contains the operation and the index of its node in `_inbound_nodes`, and
-    on `input_tensors` of the node.
+    For a model that is not functional this is the last layer with weights. This
+    relies on `_keras_history` of an output (operation and index of its node),
+    `_inbound_nodes`, and `input_tensors` of a node.
     """
     outputs = keras.tree.flatten(getattr(model, "outputs", None))
     if not all(isinstance(output, keras.KerasTensor) for output in outputs):
@@ -77,10 +69,7 @@ def last_layers(model: keras.Model) -> list[keras.layers.Layer]:
 
 
 def mask_of(tensor: Any) -> tf.Tensor | None:
-    """Return the Keras mask of a tensor, or None.
-
-    This relies on `get_keras_mask`, which reads the attribute `_keras_mask`.
-    """
+    """Return the Keras mask of a tensor, or None, by `get_keras_mask`."""
     return masking.get_keras_mask(tensor)
 
 
@@ -95,8 +84,8 @@ def pass_mask(source: Any, target: tf.Tensor) -> None:
 def kept_losses(model: keras.Model) -> Iterator[None]:
     """Restore on exit the losses that layers added in their last call.
 
-    This relies on the attributes `_losses` of a layer, and `_loss_ids`, which
-    identify its losses in a stateless scope.
+    This relies on `_losses` of a layer, and on `_loss_ids`, which identify its
+    losses in a stateless scope.
     """
     layers = all_layers(model)
     saved = [(list(x._losses), set(x._loss_ids)) for x in layers]
@@ -110,28 +99,18 @@ def kept_losses(model: keras.Model) -> Iterator[None]:
 
 
 def loss_layers(model: keras.Model, scope: keras.StatelessScope) -> list[str]:
-    """Return names of layers that have added a loss in a stateless scope.
-
-    This relies on `_loss_ids`, which identify the losses of a layer among the
-    losses of the scope.
-    """
+    """Return names of layers whose `_loss_ids` are of losses in a scope."""
     identities = {id(loss) for loss in scope.losses}
     return [x.name for x in all_layers(model) if identities & x._loss_ids]
 
 
 def compiled_loss(model: keras.Model) -> Any:
-    """Return the `CompileLoss` of a model, a new object for each `compile`.
-
-    This relies on `_compile_loss`.
-    """
+    """Return `_compile_loss` of a model, a new object for each `compile`."""
     return model._compile_loss
 
 
 def has_free_batch_axis(model: keras.Model) -> bool:
-    """True if a functional model accepts and returns any batch size.
-
-    False for other models.
-    """
+    """True if a model is functional and accepts and returns any batch size."""
     inputs = getattr(model, "inputs", None)
     if not inputs:
         return False
@@ -149,27 +128,21 @@ def has_keras_call(layer: keras.layers.Layer) -> bool:
 
 
 def call_takes_training(layer: keras.layers.Layer) -> bool:
-    """Return True if `call` of a layer or model has an argument `training`.
-
-    This relies on `_call_has_training_arg`, which Keras' `train_step` reads.
-    """
+    """True if `call` has an argument `training`: `_call_has_training_arg`."""
     return bool(layer._call_has_training_arg)
 
 
 def loss_takes_training(model: keras.Model) -> bool:
-    """Return True if `compute_loss` of a model has an argument `training`.
+    """True if `compute_loss` of a model has an argument `training`.
 
-    This relies on `_compute_loss_has_training_arg`, which Keras sets in the
-    constructor, from the method of the class and not from an override.
+    This relies on `_compute_loss_has_training_arg`, which Keras sets from the
+    method of the class and not from an override.
     """
     return bool(model._compute_loss_has_training_arg)
 
 
 def changing_variables(model: keras.Model) -> list[keras.Variable]:
-    """Return the variables that a call of the model in training may change.
-
-    These are moving statistics and random seeds, without frozen weights.
-    """
+    """Return moving statistics and random seeds, without frozen weights."""
     frozen = {
         id(variable)
         for layer in all_layers(model)
@@ -180,29 +153,20 @@ def changing_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def replica_variable(variable: keras.Variable) -> tf.Variable:
-    """Return this replica's `tf.Variable` of a Keras variable.
-
-    This relies on `_value`. The public `value` may be a cast of the variable.
-    """
+    """Return this replica's copy of `_value`; `value` may be a cast."""
     return replica_copy(variable._value)
 
 
 def after_compile(action: Callable[[keras.Model], None]) -> Override:
     """Call `action(model)` after each `Model.compile`.
 
-    `compile` then also accepts the registered name of an optimizer.
-
-    This relies on `compile` being a method of a base class of `keras.Model`,
-    and on `load_model` calling it. The override is on that base class:
-    `load_model` skips `compile` if the model's class has another `compile`
-    than the base class.
+    `compile` then also accepts the registered name of an optimizer. The
+    override is on a base class of `keras.Model`: `load_model` skips `compile`
+    if the model's class has another `compile` than that base class.
     """
 
     def compile(
-        below: Callable[..., None],
-        model: keras.Model,
-        *args: Any,
-        **kwargs: Any,
+        below: Below, model: keras.Model, *args: Any, **kwargs: Any
     ) -> None:
         optimizer, others = [named_optimizer(x) for x in args[:1]], args[1:]
         if "optimizer" in kwargs:
@@ -225,13 +189,13 @@ def wrap_fit(model: keras.Model, within: Within, name: str = "fit") -> Override:
         within: Creates the context from the flat list of callbacks and all
             arguments by name. Its value replaces the callbacks, unless the
             user's `fit` has no argument `callbacks`.
-        name: `fit`, `evaluate` or `predict`. Defaults to `fit`.
+        name: `fit`, `evaluate` or `predict`.
     """
     signature = inspect.signature(getattr(model, name))
     names = {p.kind: name for name, p in signature.parameters.items()}
     keywords = names.get(inspect.Parameter.VAR_KEYWORD, "")
 
-    def fit(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def fit(below: Below, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = bound.arguments
@@ -256,15 +220,11 @@ def swap_averages_of(
     callback: keras.callbacks.SwapEMAWeights,
     choose: Callable[[keras.optimizers.Optimizer], Sequence[Any]],
 ) -> None:
-    """Make `SwapEMAWeights` swap the weight averages of other optimizers.
+    """Make `SwapEMAWeights` swap the averages of `choose(optimizer)`.
 
     Repeated calls for a callback have no effect. This relies on
     `_tf_swap_variables` and `_tf_finalize_ema_values`, which process the
     variables of the optimizer that is their argument.
-
-    Args:
-        callback: The callback.
-        choose: Maps the optimizer of the model to the optimizers to use.
     """
 
     def for_all(below: Callable[[Any], None], optimizer: Any) -> None:
@@ -279,28 +239,21 @@ def swap_averages_of(
 
 
 def first_epoch(model: keras.Model, initial_epoch: int) -> int:
-    """Return the first epoch of `fit`, after `on_train_begin` of callbacks.
-
-    This relies on `_initial_epoch`, which Keras' `BackupAndRestore` sets.
-    """
+    """Return the first epoch of `fit`; `_initial_epoch` is that of a backup."""
     return int(model._initial_epoch or initial_epoch)
 
 
 def set_first_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Set the first epoch of `fit`; None for its argument `initial_epoch`.
-
-    This relies on `fit` reading `_initial_epoch` after `on_train_begin`.
-    """
+    """Set `_initial_epoch`, the first epoch of `fit`; None for its argument."""
     model._initial_epoch = epoch
 
 
 def skip_batches(model: keras.Model, count: int) -> Callable[[], None]:
     """Make `fit` read the first `count` batches without training on them.
 
-    Return a function that ends the skipping early. This relies on `fit`
-    calling `train_function` with its iterator only once for every
-    `steps_per_execution` batches, and on `train_function` being set before
-    `on_train_begin`.
+    Return a function that ends the skipping early. This relies on `fit` calling
+    `train_function` with its iterator once for every `steps_per_execution`
+    batches, and on `train_function` being set before `on_train_begin`.
     """
     train = model.train_function
     remaining = count
@@ -341,17 +294,12 @@ def carry_in_state_trees(
 ) -> list[Override]:
     """Add the curvature of the optimizer to the state trees of a model.
 
-    This relies on `set_state_tree` ignoring unknown names in
-    "optimizer_variables".
-
-    Args:
-        model: The model whose methods are overridden.
-        save: Returns the curvature state.
-        load: Loads it; called with an empty mapping if the tree has none.
+    `load` gets an empty mapping if the tree has no curvature. This relies on
+    `set_state_tree` ignoring unknown names in "optimizer_variables".
     """
 
     def get_state_tree(
-        below: Callable[..., dict[str, Any]],
+        below: Below,
         value_format: str = "backend_tensor",
     ) -> dict[str, Any]:
         tree = below(value_format)
@@ -362,9 +310,7 @@ def carry_in_state_trees(
         tree["optimizer_variables"][KEY] = dict(state)
         return tree
 
-    def set_state_tree(
-        below: Callable[..., Any], state_tree: Mapping[str, Any]
-    ) -> None:
+    def set_state_tree(below: Below, state_tree: Mapping[str, Any]) -> None:
         below(state_tree)
         variables = state_tree.get("optimizer_variables")
         if variables is not None:
@@ -377,19 +323,14 @@ def carry_in_state_trees(
 
 
 def is_saving_legacy_file() -> bool:
-    """Return True while Keras writes a model into a legacy `.h5` file.
-
-    This relies on "use_legacy_config" in Keras' global state, and on Keras
-    reading the variables of an optimizer under it only to write them.
-    """
+    """True while Keras writes an `.h5` file, under "use_legacy_config"."""
     return bool(global_state.get_global_attribute("use_legacy_config", False))
 
 
 def legacy_variables(state: State) -> list[NamedArray]:
     """Convert state to objects that Keras saves like optimizer variables.
 
-    This relies on Keras reading only `path` and the array of a variable when
-    it writes a legacy `.h5` file.
+    This relies on Keras reading only `path` and the array of a variable.
     """
     return [
         # HDF5 has no bfloat16.
@@ -404,13 +345,9 @@ def legacy_variables(state: State) -> list[NamedArray]:
 def legacy_state(weights: Sequence[Any]) -> State | None:
     """Return the curvature state in a legacy `.h5` file while Keras loads it.
 
-    `weights` is the argument of `set_weights`: datasets of the open file. The
-    state is empty if the file has no curvature. Returns None if `weights` are
-    not datasets of a file.
-
-    This relies on Keras calling `set_weights` of an optimizer with datasets of
-    the open file, and on Keras' functions that read groups and datasets of
-    untrusted files.
+    The state is empty if the file has no curvature, None if `weights` is not
+    from a file. This relies on Keras calling `set_weights` of an optimizer with
+    datasets of the open file, and on its functions that read untrusted files.
     """
     if not weights or not isinstance(weights[0], h5py.Dataset):
         return None

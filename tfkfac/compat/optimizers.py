@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfkfac.compat.graphs import in_xla, replica_copy
-from tfkfac.compat.overrides import keep_on, overridden, override
+from tfkfac.compat.overrides import Below, keep_on, overridden, override
 
 if TYPE_CHECKING:
 
@@ -55,11 +55,7 @@ else:
 
 
 def named_optimizer(identifier: Any) -> Any:
-    """Create an optimizer if the identifier names a registered custom class.
-
-    Any other identifier is returned unchanged. Since version 3.16, Keras
-    accepts only the names of its own optimizers.
-    """
+    """Create an optimizer from a registered name, which Keras 3.16 refuses."""
     if not isinstance(identifier, str):
         return identifier
     custom = keras.saving.get_custom_objects().get(identifier)
@@ -79,11 +75,7 @@ def members_of_multi_optimizer(optimizer: Any) -> Sequence[Any] | None:
 def variable_key(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> Hashable:
-    """Return the key of a variable, equal on all replicas.
-
-    This relies on `_var_key`, which gives a Keras variable, its mirrored
-    variable, and a replica's copy of the mirrored variable the same key.
-    """
+    """Return `_var_key` of a variable, equal for all copies on replicas."""
     return optimizer._var_key(variable)
 
 
@@ -91,8 +83,7 @@ def updates_by_step(optimizer: keras.optimizers.Optimizer) -> bool:
     """True if an optimizer's update consists of its `update_step` calls.
 
     Nadam also qualifies, because `updates_in_replica` handles its momentum
-    product. This relies on other optimizers with additional work overriding
-    `_backend_update_step`.
+    product. This relies on other optimizers overriding `_backend_update_step`.
     """
     classes = (keras.optimizers.Optimizer, keras.optimizers.Nadam)
     method = type(optimizer)._backend_update_step
@@ -102,11 +93,7 @@ def updates_by_step(optimizer: keras.optimizers.Optimizer) -> bool:
 def knows_variable(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> bool:
-    """True if an optimizer was built for a variable.
-
-    This relies on the keys of `_trainable_variables_indices` being results of
-    `_var_key`.
-    """
+    """True if `_trainable_variables_indices` of an optimizer has a variable."""
     keys = optimizer._trainable_variables_indices
     return variable_key(optimizer, variable) in keys
 
@@ -114,19 +101,12 @@ def knows_variable(
 def trainable_variables(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable]:
-    """Return the variables that an optimizer was built for, in order.
-
-    This relies on `_trainable_variables`, which `apply` without variables uses.
-    """
+    """Return `_trainable_variables`, for which an optimizer was built."""
     return list(optimizer._trainable_variables)
 
 
 def rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Return the learning rate as a variable, schedule or callable.
-
-    This relies on `_learning_rate`. The public property `learning_rate`
-    evaluates a schedule.
-    """
+    """Return `_learning_rate`: a variable, schedule or callable."""
     return optimizer._learning_rate
 
 
@@ -144,10 +124,10 @@ def averages_of(
 
 
 def raw_iterations(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """Return the variable that counts the calls of `apply`.
+    """Return `_iterations`, the variable that counts the calls of `apply`.
 
-    This relies on `_iterations`. The public property `iterations` counts
-    updates; with gradient accumulation it is not a variable.
+    The public property `iterations` counts updates; with gradient accumulation
+    it is not a variable.
     """
     return optimizer._iterations
 
@@ -158,8 +138,8 @@ def sgd_momenta(
     """Return SGD's momentum buffers `b` of some variables; [] without momentum.
 
     This relies on `momentums`, indexed by `_get_variable_index`, and on SGD's
-    update with momentum `mu` and gradient `g`: `b = mu b - rate g`, then
-    `w += b`, or `w += mu b - rate g` with `nesterov`.
+    update: `b = mu b - rate g`, then `w += b`, or `w += mu b - rate g` with
+    `nesterov`.
     """
     momenta = optimizer.momentums
     if not momenta:
@@ -180,7 +160,7 @@ def on_overflow(
     only in the branch of skipped steps, in a single replica.
     """
 
-    def apply(below: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def apply(below: Below, *args: Any, **kwargs: Any) -> None:
         undo = prepare()
 
         def skip(handle: Callable[[], None]) -> None:
@@ -204,10 +184,10 @@ def build_once(
     """Build a `LossScaleOptimizer` and ignore later calls of its `build`.
 
     `build` creates a new scale and counter in each call, and Keras calls it
-    again when it loads a model. This relies on the attribute `built`.
+    again when it loads a model.
     """
 
-    def build(below: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def build(below: Below, *args: Any, **kwargs: Any) -> None:
         if not scaler.built:
             below(*args, **kwargs)
 
@@ -230,8 +210,6 @@ def updates_in_replica(
     By default Keras enters a merge call for each update, which is illegal
     inside a `tf.cond`, and reduces the gradients again. Here the gradients are
     already reduced, so all replicas compute the same update of their copies.
-    Gradient accumulation, averaging, clipping and weight decay work as in a
-    single process.
 
     This relies on `BaseOptimizer.apply` changing variables only through
     `iterations.assign_add` and these methods of the optimizer:
@@ -245,10 +223,8 @@ def updates_in_replica(
     - since Keras 3.16 `_backend_maybe_overwrite_model_variables`, which decides
       when to overwrite; `BaseOptimizer` has a version for one replica
 
-    Args:
-        inner: The optimizer.
-        after: Called after the weights are updated, before averages and
-            constraints. With accumulation, only in steps with an update.
+    `after` is called after the weights are updated, before averages and
+    constraints. With accumulation, only in steps with an update.
     """
     iterations = raw_iterations(inner)
 
@@ -303,9 +279,9 @@ def apply_or_count(
     optimizer: keras.optimizers.Optimizer,
     pairs: Sequence[tuple[tf.Tensor | None, keras.Variable]],
 ) -> None:
-    """Apply gradients, or only count the step if all gradients are None.
+    """Apply gradients, or only count the step if all are None.
 
-    This relies on `apply` raising if all gradients are None.
+    `apply` would raise.
     """
     if all(gradient is None for gradient, _ in pairs):
         raw_iterations(optimizer).assign_add(1)
@@ -317,7 +293,7 @@ def apply_or_count(
 def merge_rows(gradient: Any) -> Any:
     """Sum duplicate rows of a sparse gradient.
 
-    Keras' Adam squares each slice separately. The second moment of a row with
+    Keras' Adam squares each slice separately: the second moment of a row with
     several slices would differ from the square of its gradient.
     """
     if not isinstance(gradient, tf.IndexedSlices):
@@ -350,11 +326,8 @@ def update_variable(
 ) -> None:
     """Run an optimizer's `update_step` on this replica's copy of a variable.
 
-    Keras' SGD uses a dozen operations, which pass over the variable four
-    times. TensorFlow's fused kernel makes one pass and computes the same bits.
-
-    This relies on `SGD.update_step` being equal to the kernel, with the
-    momentum in `momentums` at `_get_variable_index`.
+    Keras' SGD passes over the variable four times. TensorFlow's fused kernel
+    makes one pass and computes the same bits.
     """
     copy = replica_copy(variable.value)
     is_sgd = type(inner) is keras.optimizers.SGD and copy.dtype in _SGD_DTYPES

@@ -23,6 +23,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+Below = Callable[..., Any]  # the overridden function
 # Called with the overridden function, then with the arguments of the call.
 Wrapper = Callable[..., Any]
 
@@ -119,9 +120,6 @@ def override(instance: Any, name: str, wrapper: Wrapper) -> Override:
 
     The wrapper is called as `wrapper(below, *args, **kwargs)`, where `below` is
     the overridden function.
-
-    Returns:
-        The override, to be removed by `Override.remove`.
     """
     return _Stack.add(instance, name, wrapper, None)
 
@@ -175,19 +173,13 @@ def override_moments(
     return override(layer, _MOMENTS, wrapper)
 
 
-@contextlib.contextmanager
 def given_moments(
     layer: keras.layers.Layer, moments: Sequence[tf.Tensor] | None
-) -> Iterator[None]:
-    """Make a batch normalisation use the given moments, unless None.
-
-    This relies on the same internals as `override_moments`.
-    """
+) -> contextlib.AbstractContextManager[None]:
+    """Make a batch normalisation use the given moments, unless None."""
     if moments is None:
-        yield
-        return
-    with overridden(layer, _MOMENTS, lambda *_: moments):
-        yield
+        return contextlib.nullcontext()
+    return overridden(layer, _MOMENTS, lambda *_: moments)
 
 
 def replace_moments(
