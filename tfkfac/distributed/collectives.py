@@ -22,7 +22,7 @@ import itertools
 import math
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -152,7 +152,7 @@ class Communicator:
 
     def broadcast(
         self,
-        tensors: Sequence[tf.Tensor] | None,
+        tensors: Iterable[tf.Tensor] | None,
         like: Sequence[tf.TensorSpec],
         root: int,
         members: tuple[int, ...],

@@ -4,7 +4,7 @@ import dataclasses
 import io
 import math
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import keras
@@ -14,7 +14,6 @@ import tensorflow as tf
 from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.distributed.agreement import exchange
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.distributed.topology import Topology
 from tfkfac.saving.entries import (
     STATE,
     Contents,
@@ -50,8 +49,7 @@ class SavedState(tf.train.experimental.PythonState):
     collectives. If all workers save at once, saving gathers the state.
 
     `tf.train.Checkpoint` saves the gathered state as one value, because the
-    variables of one worker have no meaning on another. A SavedModel, which
-    serves a model and cannot train, does not contain the state.
+    variables of one worker have no meaning on another.
     """
 
     def __init__(self, name: str, method: Method, plan: RunPlan) -> None:
@@ -75,10 +73,7 @@ class SavedState(tf.train.experimental.PythonState):
 
     # -------------------------------------------------------------- saving
     def gather(self) -> None:
-        """Gather the state; see `SecondOrderOptimizer.gather_state`.
-
-        All workers must call this.
-        """
+        """Gather the state; all workers must call this."""
         if self._job is None or self._job.topology.processes == 1:
             return
         state = gather_state(self._entries(), self._job)
@@ -187,11 +182,8 @@ class SavedState(tf.train.experimental.PythonState):
     def load(self, store: Mapping[str, Any]) -> None:
         """Load state that `save` wrote on any number of workers.
 
-        Unusable state causes a warning.
-
-        Raises:
-            ValueError: If the state does not fit the model or has another
-                format.
+        Unusable state causes a warning; state that does not fit the model, or
+        has another format, an error.
         """
         if not store.keys() and self._job is None:
             return  # a copy of an optimizer that was not built
@@ -276,7 +268,7 @@ class SavedState(tf.train.experimental.PythonState):
 
 
 def seed_states(model: keras.Model | None) -> list[tuple[tf.Variable, ...]]:
-    """Return the state of each seed generator, one variable per local replica.
+    """Return the variables of each seed generator on the local replicas.
 
     Keras' files do not contain these variables, which are not weights.
     """
@@ -292,7 +284,6 @@ def seed_states(model: keras.Model | None) -> list[tuple[tf.Variable, ...]]:
 
 
 # ------------------------------------------------ the state of all workers
-_MESSAGE_BYTES = 64 * 2**20  # maximum size of a message
 _CHIEF = 0
 # (rank of a replica, name of an entry in a file)
 Key = tuple[int, str]
@@ -304,14 +295,7 @@ def gather_state(
     """Send the state to the first process; every process must call this.
 
     Each entry is sent once, by one replica, unless the first process has it.
-
-    Args:
-        entries: The entries of this process's replicas, by rank.
-        job: The job.
-
-    Returns:
-        On the first process, the whole state by names in a file, in host
-        memory; elsewhere None.
+    Returns the whole state by names in a file, None on other processes.
     """
     group = job.among_processes("state")
     variables = {
@@ -322,8 +306,27 @@ def gather_state(
     keys = [(rank, key) for key, ranks in needed.items() for rank in ranks]
     values: dict[Key, np.ndarray] = {}
     with tf.init_scope(), tf.device("CPU:0"):
-        for sender, message_keys in _messages(keys, pieces, job.topology):
-            values |= _send(sender, message_keys, pieces, variables, group)
+        for sender in range(_CHIEF + 1, job.topology.processes):
+            sent = [k for k in keys if job.topology.process_of(k[0]) == sender]
+            # Sort by dtype: one message holds tensors of one dtype.
+            sent.sort(key=lambda key: (pieces[key[0]][key[1]].dtype, key))
+            specs = [
+                tf.TensorSpec(pieces[rank][key].shape, pieces[rank][key].dtype)
+                for rank, key in sent
+            ]
+            tensors = group.broadcast(
+                # A generator, which copies the tensors of one message at once.
+                (
+                    tf.constant(variables[key].numpy(), spec.dtype)
+                    for key, spec in zip(sent, specs, strict=True)
+                ),
+                specs,
+                sender,
+                (_CHIEF, sender),
+            )
+            if group.rank == _CHIEF:
+                arrays = (tensor.numpy() for tensor in tensors or ())
+                values.update(zip(sent, arrays, strict=True))
     if group.rank != _CHIEF:
         return None
     values |= {key: variables[key].numpy() for key in keys if key in variables}
@@ -352,54 +355,3 @@ def exchange_pieces(
             pieces = [Piece.from_json(values) for values in fields]
             result[int(rank)] = {piece.key: piece for piece in pieces}
     return result
-
-
-def _messages(
-    keys: Sequence[Key],
-    pieces: Mapping[int, Mapping[str, Piece]],
-    topology: Topology,
-) -> Iterator[tuple[int, list[Key]]]:
-    """Yield sender and keys of each message, in equal order on all processes.
-
-    Keys are sorted by dtype: one message holds tensors of one dtype.
-    """
-    for sender in range(_CHIEF + 1, topology.processes):
-        sent = [key for key in keys if topology.process_of(key[0]) == sender]
-        sent.sort(key=lambda key: (pieces[key[0]][key[1]].dtype, key))
-        message: list[Key] = []
-        num_bytes = 0
-        for rank, key in sent:
-            piece = pieces[rank][key]
-            size = int(np.prod(piece.shape)) * tf.as_dtype(piece.dtype).size
-            if message and num_bytes + size > _MESSAGE_BYTES:
-                yield sender, message
-                message, num_bytes = [], 0
-            message.append((rank, key))
-            num_bytes += size
-        if message:
-            yield sender, message
-
-
-def _send(
-    sender: int,
-    keys: Sequence[Key],
-    pieces: Mapping[int, Mapping[str, Piece]],
-    variables: Mapping[Key, tf.Variable],
-    group: Communicator,
-) -> dict[Key, np.ndarray]:
-    """Send values to the first process; return the values there, else {}."""
-    specs = [
-        tf.TensorSpec(pieces[rank][key].shape, pieces[rank][key].dtype)
-        for rank, key in keys
-    ]
-    values = None
-    if group.rank == sender:
-        values = [
-            tf.constant(variables[key].numpy(), spec.dtype)
-            for key, spec in zip(keys, specs, strict=True)
-        ]
-    received = group.broadcast(values, specs, sender, (_CHIEF, sender))
-    if received is None or group.rank != _CHIEF:
-        return {}
-    arrays = [tensor.numpy() for tensor in received]
-    return dict(zip(keys, arrays, strict=True))
