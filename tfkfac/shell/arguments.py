@@ -16,7 +16,6 @@ from tfkfac.compat.optimizers import members_of_multi_optimizer, updates_by_step
 Schedule: TypeAlias = float | LearningRateSchedule
 # Value of an argument; its type depends on the argument.
 Value: TypeAlias = Any
-InnerClass = type[keras.optimizers.Optimizer]
 
 
 class Hyperparameter:
@@ -26,10 +25,6 @@ class Hyperparameter:
     without retracing. A schedule is part of the trace. Floats are float64, and
     are cast where they are used. Integers are at least 1, floats at least 0 or,
     with `positive`, above 0.
-
-    Raises:
-        TypeError: If the value is a function.
-        ValueError: If the value is not allowed.
     """
 
     def __init__(
@@ -54,13 +49,7 @@ class Hyperparameter:
         return self._value
 
     def set(self, value: Value) -> None:
-        """Change the value.
-
-        Raises:
-            TypeError: If it is a function.
-            ValueError: If it is not allowed, or if the optimizer is built and
-                the old or new value is not a number.
-        """
+        """Change the value; once built, only a number to another number."""
         value = self._validate(value)
         if self._variable is not None and is_number(value):
             self._variable.assign(value)
@@ -74,11 +63,7 @@ class Hyperparameter:
         self._value = value
 
     def build(self) -> None:
-        """Fix the type of the value before the first trace.
-
-        Raises:
-            ValueError: If the first value of a schedule is not allowed.
-        """
+        """Fix the type of the value before the first trace."""
         if self._built:
             return
         self._built = True
@@ -175,10 +160,7 @@ def interval(name: str, value: Value) -> Hyperparameter:
 
 
 def setting(name: str) -> property:
-    """Create an optimizer property that reads a field of its settings.
-
-    Only a `Hyperparameter` can be changed.
-    """
+    """Create a property of a setting; only `Hyperparameter`s can change."""
 
     def get(optimizer: Any) -> Value:
         value = getattr(optimizer.method.settings, name)
@@ -222,7 +204,7 @@ class Settings:
 # ----------------------------------------------------- the inner optimizer
 def choose_inner(
     inner_optimizer: Any,
-    default: InnerClass,
+    default: type[keras.optimizers.Optimizer],
     defaults: Mapping[str, Any],
     chosen: Mapping[str, Any],
 ) -> Any:
@@ -230,10 +212,6 @@ def choose_inner(
 
     A new optimizer has the class `default`, the user's `chosen` arguments, and
     `defaults` in place of arguments that are None.
-
-    Raises:
-        ValueError: If a learning rate is not allowed, or if `chosen` has
-            arguments for an optimizer or a second learning rate.
     """
     overrides = {name: v for name, v in chosen.items() if v is not None}
     if inner_optimizer is None:
@@ -262,12 +240,7 @@ def is_rate(value: Any) -> bool:
 
 
 def check_rate(name: str, value: Any) -> Any:
-    """Check a learning rate and return it, with numbers as Python floats.
-
-    Raises:
-        TypeError: If it is a function.
-        ValueError: If Keras does not allow it.
-    """
+    """Check a learning rate and return it, with numbers as Python floats."""
     if isinstance(value, LearningRateSchedule):
         return value
     if not is_rate(value) or not is_finite(value) or value < 0:
@@ -283,12 +256,7 @@ def check_rate(name: str, value: Any) -> Any:
 def check_inner(
     identifier: Any, name: str = "inner_optimizer"
 ) -> keras.optimizers.Optimizer:
-    """Return the Keras optimizer for the argument `name`.
-
-    Raises:
-        TypeError: If it is a function.
-        ValueError: If it is not an optimizer, or cannot be an inner optimizer.
-    """
+    """Return the Keras optimizer for the argument `name`."""
     alternatives = ", or a learning rate: a float (1.0, not 1) or a schedule"
     alternatives *= name == "inner_optimizer"
     message = (
@@ -325,9 +293,6 @@ def take_over_accumulation(
     """Move gradient accumulation from the inner optimizer to this optimizer.
 
     Returns the number of micro-batches per update; None is 1.
-
-    Raises:
-        ValueError: If both optimizers accumulate, or the inner one is built.
     """
     name = "gradient_accumulation_steps"
     inner_steps = inner.gradient_accumulation_steps
@@ -375,11 +340,7 @@ def reason_not_inner(inner: keras.optimizers.Optimizer) -> str | None:
 def restore_value(
     name: str, value: Any, custom_objects: dict[str, Any] | None
 ) -> Any:
-    """Restore an argument from its config entry.
-
-    Raises:
-        ValueError: If Keras cannot restore it.
-    """
+    """Restore an argument from its config entry."""
     if not isinstance(value, dict):
         return value
     try:

@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from tfkfac.compat.graphs import Tracked
 from tfkfac.saving.entries import Contents
-from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step
 
@@ -18,15 +17,8 @@ class Method(abc.ABC):
     """Base class of the optimization methods, with their state.
 
     A method does not depend on the Keras optimizer: a test can run it with a
-    `Job` and a `Step`.
-
-    Args:
-        settings: Frozen dataclass of the optimizer's arguments.
-
-    Attributes:
-        settings: The same dataclass. The optimizer has its fields as
-            attributes, and saves them in its config.
-        job: The job that the method is attached to.
+    `Job` and a `Step`. The optimizer has the fields of `settings`, a frozen
+    dataclass, as attributes, and saves them in its config.
     """
 
     job: Job
@@ -34,32 +26,23 @@ class Method(abc.ABC):
     def __init__(self, settings: Any) -> None:
         self.settings = settings
 
-    def hyperparameters(self) -> list[Hyperparameter]:
-        """Return the arguments that can be changed during training."""
-        values = vars(self.settings).values()
-        return [v for v in values if isinstance(v, Hyperparameter)]
-
     @abc.abstractmethod
     def attach(self, job: Job) -> None:
         """Bind the method to a job, and record the layers of its model.
 
-        Called before the first forward pass, and again with the same job
-        after each `compile`. The model may not be built yet.
+        Called before the first forward pass, and again after each `compile`.
+        The model may not be built yet.
         """
 
     @abc.abstractmethod
     def create(self) -> Sequence[Tracked]:
-        """Create the state of the local replicas; reuse state that fits.
-
-        The model is built.
-        """
+        """Create the state of the local replicas; reuse state that fits."""
 
     def set_run_length(self, steps: int | None) -> None:  # noqa: B027
-        """Set the number of training steps of the current `fit`.
+        """Set the number of training steps of the current `fit`, or None.
 
-        `steps` counts all epochs; None is unknown. Called on every worker
-        after `attach`, possibly before the state exists. Not called in custom
-        training loops.
+        Called on every worker after `attach`, possibly before the state exists.
+        Not called in custom training loops.
         """
 
     @abc.abstractmethod
@@ -84,10 +67,7 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def events(self) -> list[tuple[str, tf.Variable]]:
-        """Return the names and counts of unexpected events.
-
-        A name can occur once per replica of this process.
-        """
+        """Return names and counts of unexpected events, by local replica."""
 
     @abc.abstractmethod
     def summary(self) -> list[str]:

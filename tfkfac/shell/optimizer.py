@@ -23,7 +23,12 @@ from tfkfac.compat.strategies import repair
 from tfkfac.distributed.agreement import check_agreement
 from tfkfac.loss.batch import LossBatch, LossTap, record_loss
 from tfkfac.loss.shares import LossScaling
-from tfkfac.shell.arguments import check_inner, restore_value, setting
+from tfkfac.shell.arguments import (
+    Hyperparameter,
+    check_inner,
+    restore_value,
+    setting,
+)
 from tfkfac.shell.method import Method
 from tfkfac.shell.model import (
     check_scope,
@@ -256,8 +261,9 @@ class SecondOrderOptimizer(ScheduledOptimizer):
         if self.built:
             return
         job = self._bound_job()
-        for parameter in self.method.hyperparameters():
-            parameter.build()
+        for value in vars(self.method.settings).values():
+            if isinstance(value, Hyperparameter):
+                value.build()
         job.create()
         if job.topology.replicas > len(job.topology.local):
             with tf.init_scope():  # `description` reads variables

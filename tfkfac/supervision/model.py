@@ -30,7 +30,13 @@ from tfkfac.compat.models import (
     wrap_fit,
 )
 from tfkfac.compat.optimizers import build_once
-from tfkfac.compat.overrides import Override, drop_from, keep_on, override
+from tfkfac.compat.overrides import (
+    Below,
+    Override,
+    drop_from,
+    keep_on,
+    override,
+)
 from tfkfac.shell.loss_scale import undo_overflows
 from tfkfac.shell.optimizer import SecondOrderOptimizer, find_optimizer
 from tfkfac.supervision.callback import Supervision
@@ -128,13 +134,11 @@ def _supervise(
             supervision = Supervision(optimizer, callbacks, first_epoch)
             yield [supervision, *callbacks, supervision.last]
 
-    def evaluate(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def evaluate(below: Below, *args: Any, **kwargs: Any) -> Any:
         with watched():
             return below(*args, **kwargs)
 
-    def train_on_batch(
-        below: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def train_on_batch(below: Below, *args: Any, **kwargs: Any) -> Any:
         with as_errors():
             result = below(*args, **kwargs)
         if optimizer is not None:
@@ -194,7 +198,7 @@ def _carry_state(
         optimizer.save_own_variables(store)
         return store
 
-    def set_weights(below: Callable[..., None], weights: Any) -> None:
+    def set_weights(below: Below, weights: Any) -> None:
         state = legacy_state(weights)
         try:
             if state is not None:
