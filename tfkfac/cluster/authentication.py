@@ -27,11 +27,7 @@ _NONCE_BYTES = 16
 def read_secret(environment: Mapping[str, str]) -> bytes:
     """Return the secret of the job from `TFKFAC_SECRET`; b"" if it is unset.
 
-    A value that begins with "/" is the path of a file that contains the
-    secret.
-
-    Raises:
-        ValueError: If the file cannot be read or is empty.
+    A value that begins with "/" is the path of a file that contains the secret.
     """
     value = environment.get(SECRET_VARIABLE, "").strip()
     if not value.startswith("/"):
@@ -62,8 +58,8 @@ class Greeting:
 
     Attributes:
         worker: Index of the peer.
-        cluster: Addresses of all workers, including the peer's address; "" for
-            each address that the peer does not know.
+        cluster: Addresses of all workers; "" for each address that the peer
+            does not know.
         job: Identity of the peer's job; "" if unknown.
         process: Random number of the process, equal in all its greetings.
         nonce: Fresh random number of this greeting.
@@ -81,19 +77,14 @@ class Greeting:
     def read(cls, message: Mapping[str, Any]) -> "Greeting":
         """Parse and validate the greeting in a received message.
 
-        Raises:
-            ValueError: If the message is not a greeting. The error text does
-                not quote the message.
+        The text of the ValueError does not quote the message.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         if message.keys() != names:
             raise ValueError("it is not a greeting of this version of tfkfac")
         index, addresses = message["worker"], message["cluster"]
-        knock = message["knock"]
-        job, process, nonce = (
-            message[name] for name in ("job", "process", "nonce")
-        )
-        if not all(isinstance(text, str) for text in (job, process, nonce)):
+        knock, texts = message["knock"], ("job", "process", "nonce")
+        if not all(isinstance(message[name], str) for name in texts):
             raise ValueError("job, process and nonce must be strings")
         if type(knock) is not bool or type(index) is not int:
             raise ValueError("knock must be a bool, the index an integer")
@@ -109,17 +100,11 @@ class Greeting:
                     split_address(address)
         except ValueError:
             raise ValueError("an address is not 'host:port'") from None
-        return cls(index, tuple(addresses), job, process, nonce, knock)
+        return cls(**{**message, "cluster": tuple(addresses)})
 
 
 class Session:
-    """Message keys of one connection, and proofs of the shared secret.
-
-    Args:
-        secret: Secret of the job, or b"".
-        greeting: First message of the peer to worker 0.
-        nonce: Nonce of worker 0.
-    """
+    """Message keys of one connection, and proofs of the shared secret."""
 
     def __init__(self, secret: bytes, greeting: Greeting, nonce: str) -> None:
         self._secret = secret

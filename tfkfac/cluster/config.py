@@ -31,7 +31,6 @@ class Cluster:
     Attributes:
         addresses: "host:port" of each worker. Before the rendezvous, all
             addresses except the first may be "".
-        index: Index of this process.
         job: Identity of the job, equal on all of its workers; "" if unknown.
     """
 
@@ -51,10 +50,6 @@ def read_tf_config(text: str, ray_job: str = "") -> Cluster | None:
     Also return None for an evaluator, which does not train with the workers.
     The identity of the job is a hash of the addresses, with Ray's job id
     `ray_job` if Ray has set `TF_CONFIG`.
-
-    Raises:
-        ValueError: If the value is malformed or has parameter servers. The
-            message names the entry.
     """
     invalid = functools.partial(
         _invalid, "Environment variable `TF_CONFIG`", f"TF_CONFIG={text}"
@@ -86,11 +81,7 @@ def read_tf_config(text: str, ray_job: str = "") -> Cluster | None:
 def from_resolver(
     resolver: tf.distribute.cluster_resolver.ClusterResolver,
 ) -> Cluster | None:
-    """Return the cluster of a resolver, or None if the resolver is incomplete.
-
-    Raises:
-        ValueError: As from `read_tf_config`.
-    """
+    """Return the cluster of a resolver, or None if it is incomplete."""
     spec = resolver.cluster_spec()
     task_type, index = resolver.task_type, resolver.task_id
     if not spec or task_type is None or index is None:
@@ -105,12 +96,7 @@ def from_resolver(
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split "host:port"; remove the brackets of an IPv6 address.
-
-    Raises:
-        ValueError: If the text is not an address, or an IPv6 address has no
-            brackets.
-    """
+    """Split "host:port"; remove the brackets of an IPv6 address."""
     match = _ADDRESS.fullmatch(address)
     valid = match is not None and 0 < int(match["port"]) < 2**16
     if match is not None and match["ipv6"]:
@@ -142,13 +128,9 @@ def _make_cluster(
         raise invalid(
             f'have a task "type" of {", ".join(TRAINING_TASKS)} or {EVALUATOR}'
         )
-    lists = [jobs.get(name, []) for name in TRAINING_TASKS]
-    if not all(
-        isinstance(addresses, (list, tuple))
-        for addresses in (*lists, *jobs.values())
-    ):
+    if not all(isinstance(x, (list, tuple)) for x in jobs.values()):
         raise invalid("list the addresses of its workers")
-    addresses = [address for workers in lists for address in workers]
+    addresses = [x for name in TRAINING_TASKS for x in jobs.get(name, [])]
     if not all(isinstance(address, str) for address in addresses):
         raise invalid("list the addresses of its workers")
     if len(addresses) > MAX_WORKERS:
