@@ -44,11 +44,7 @@ def if_given(
 def check_choice(
     name: str, value: Any, choices: tuple[str, ...], others: str = ""
 ) -> str:
-    """Return `value` if it is one of `choices`.
-
-    The message of the ValueError names the closest choice, and `others`,
-    allowed values that are no strings.
-    """
+    """Return `value` if it is one of `choices`; `others` are no strings."""
     if isinstance(value, str) and value in choices:
         return value
     matches = difflib.get_close_matches(str(value), choices, 1)
@@ -70,10 +66,7 @@ def check_bool(name: str, value: Any) -> bool:
 
 
 def check_count(name: str, value: Any, least: int = 0) -> int:
-    """Return `value` as an int if it is an integer in [`least`, 2^63).
-
-    A TypeError is raised for other types, a ValueError for other integers.
-    """
+    """Return `value` as an int if it is an integer in [`least`, 2^63)."""
     message = (
         f"Argument `{name}` must be an integer of at least {least} and less "
         f"than 2**63. Received: {name}={value!r}"

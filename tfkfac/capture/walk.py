@@ -111,11 +111,7 @@ def walk(
 def matching(
     name: str, rules: Sequence[LayerRule], nodes: Sequence[Node], model: str
 ) -> set[int]:
-    """Ids of the layers that the rules of an argument match, with sublayers.
-
-    Raises:
-        ValueError: If a rule matches no layer.
-    """
+    """Ids of the layers that the rules of an argument match, with sublayers."""
     result: set[int] = set()
     unused: list[LayerRule] = []
     for rule in rules:

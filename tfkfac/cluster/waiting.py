@@ -61,10 +61,7 @@ class Wait:
         return max(min(limit, self._timeout - passed), 0.001)
 
     def check(self, missing: Sequence[int]) -> None:
-        """Print a reminder that names the missing workers, if it is due.
-
-        Raise a TimeoutError after the deadline.
-        """
+        """Print a reminder that names the missing workers, if it is due."""
         passed = time.monotonic() - self._start
         names = ", ".join(self._cluster.name(i) for i in missing[:MAX_NAMED])
         if len(missing) > MAX_NAMED:

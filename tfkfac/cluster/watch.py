@@ -60,7 +60,6 @@ class _PeerEvent:
         fit: Number of the `fit` that has failed; None if the process ended.
         is_fault: True unless the process has exited normally.
         is_loss: True if the connection ended without notice.
-        time_s: Time at which this worker received the event.
     """
 
     text: str
@@ -93,11 +92,7 @@ class Watch(Listener):
     # ------------------------------------------------ failures of this worker
     @contextlib.contextmanager
     def fit(self) -> Iterator[None]:
-        """Context manager for a `fit` or `evaluate` of this worker.
-
-        Raise a WorkerFailedError if a collective fails because of another
-        worker.
-        """
+        """Context manager for a `fit` or `evaluate` of this worker."""
         if self._fit_start is not None:  # nested, as `evaluate` inside of `fit`
             yield
             return

@@ -44,8 +44,6 @@ class Reduction:
 
     Attributes:
         values: One value per term.
-        weights: Sample weights of the terms, or None.
-        mask: Mask of the terms, or None.
         kind: Keras' name of the reduction.
     """
 

@@ -279,10 +279,7 @@ def apply_or_count(
     optimizer: keras.optimizers.Optimizer,
     pairs: Sequence[tuple[tf.Tensor | None, keras.Variable]],
 ) -> None:
-    """Apply gradients, or only count the step if all are None.
-
-    `apply` would raise.
-    """
+    """Apply gradients, or only count the step if all are None."""
     if all(gradient is None for gradient, _ in pairs):
         raw_iterations(optimizer).assign_add(1)
         return

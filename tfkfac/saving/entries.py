@@ -25,14 +25,10 @@ FORMAT_SECTION = "format"  # section of the entry with the version
 class Spread(enum.Enum):
     """Ways in which state is spread over the replicas of a job."""
 
-    REPLICATED = "replicated"
-    """All replicas have the same value."""
-    OWNED = "owned"
-    """Some replicas have the whole value, or each a region of it."""
-    PARTIAL = "partial"
-    """Each replica has a term of a sum."""
-    EACH = "each"
-    """Each replica has a different number."""
+    REPLICATED = "replicated"  # all replicas have the same value
+    OWNED = "owned"  # some replicas have the whole value, or each a region
+    PARTIAL = "partial"  # each replica has a term of a sum
+    EACH = "each"  # each replica has a different number
 
     @property
     def is_stacked(self) -> bool:

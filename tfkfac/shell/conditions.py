@@ -106,16 +106,13 @@ class Conditions(keras.Model):
 
 
 class MinimizeCallback(keras.callbacks.Callback):
-    """Resample points per epoch; stop after `steps` or `seconds` (wall time).
-
-    `interval` is the number of steps per epoch.
-    """
+    """Resample points per epoch; stop after `steps` or wall `seconds`."""
 
     def __init__(
         self, steps: int, seconds: float | None, interval: int
     ) -> None:
         super().__init__()
-        self.steps, self.interval = steps, interval
+        self.steps, self.interval = steps, interval  # steps per epoch
         self.end = time.monotonic() + (seconds or math.inf)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -58,10 +58,7 @@ def check_settings(model: keras.Model, loss_scaler: Any) -> None:
 def check_scope(
     model: keras.Model, optimizers: Sequence[keras.optimizers.Optimizer]
 ) -> None:
-    """Refuse optimizers that were created outside of the model's strategy.
-
-    Their updates would wait for replicas forever.
-    """
+    """Refuse optimizers of another scope: their updates would wait forever."""
     if model.distribute_strategy.num_replicas_in_sync == 1:
         return
     for optimizer in optimizers:

@@ -182,8 +182,7 @@ class SavedState(tf.train.experimental.PythonState):
     def load(self, store: Mapping[str, Any]) -> None:
         """Load state that `save` wrote on any number of workers.
 
-        Unusable state causes a warning; state that does not fit the model, or
-        has another format, an error.
+        Unusable state causes a warning, state that does not fit an error.
         """
         if not store.keys() and self._job is None:
             return  # a copy of an optimizer that was not built
