@@ -20,16 +20,9 @@ _MAX_SHOWN = 4  # differences in an error message
 def check_agreement(
     description: Mapping[str, Any], communicator: Communicator
 ) -> None:
-    """Check that all workers have the same description of the job.
+    """Raise a ValueError on all workers if their descriptions differ.
 
-    Every worker must call this function; if it raises, it raises on all.
-
-    Args:
-        description: Names and JSON-compatible values.
-        communicator: This worker's collectives.
-
-    Raises:
-        ValueError: If the descriptions differ; the message names the entries.
+    Every worker must call this function.
     """
     differences = find_differences(exchange(description, communicator))
     if differences:

@@ -48,8 +48,7 @@ class Communicator:
         hint: Communication hint, "auto", "ring" or "nccl".
         one_process: True if all members share a process, where TensorFlow's
             newer collectives do not work.
-        token: The replica's ordering token, a float32 variable. Required in
-            graphs. None in eager mode, where no operation is pruned.
+        token: The replica's ordering token; None only in eager mode.
     """
 
     def __init__(
@@ -70,10 +69,7 @@ class Communicator:
         self._calls = 0
 
     def among(self, members: tuple[int, ...]) -> "Communicator":
-        """Return a communicator for a sub-group with this replica.
-
-        The ranks in the sub-group follow the order of `members`.
-        """
+        """Return the communicator of a sub-group, ranked as in `members`."""
         return Communicator(
             members.index(self.rank),
             len(members),
@@ -100,15 +96,9 @@ class Communicator:
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], dtype: tf.DType | None = None
     ) -> list[tf.Tensor]:
-        """Sum tensors over the group.
+        """Sum tensors of static shape; bitwise equal results on all members.
 
-        Args:
-            tensors: Tensors with static shapes that are equal on all members.
-            dtype: Dtype of messages. Defaults to each tensor's dtype. The sum
-                is computed in its `sum_dtype`.
-
-        Returns:
-            The sums in the dtypes of the tensors, bitwise equal on all members.
+        `dtype` is the dtype of messages, by default each tensor's.
         """
         if self.size == 1 or not tensors:
             return list(tensors)
@@ -157,7 +147,7 @@ class Communicator:
         root: int,
         members: tuple[int, ...],
     ) -> list[tf.Tensor] | None:
-        """Send tensors from one member to other members.
+        """Send tensors from the rank `root` to `members`, which include it.
 
         Args:
             tensors: The tensors; used on the root only.
@@ -220,7 +210,7 @@ class Communicator:
         Args:
             meeting: Name of the rendezvous. A name can be used only once.
             moment: Training position, which must be equal on all members.
-            seconds: Time in seconds to wait for the other members.
+            seconds: Time to wait for the other members.
         """
         key = f"{self._scope} {meeting}"
         store_text(f"{key}/{self.rank}", moment)
@@ -359,8 +349,6 @@ class Item:
     """A tensor of a layer that one worker sends to others.
 
     Attributes:
-        layer: Index of the layer.
-        name: Name of the tensor within the layer.
         spec: Shape and dtype in messages.
         root: Rank of the sender.
         members: Ranks of the sender and the receivers, ascending.
@@ -415,11 +403,7 @@ def broadcast_items(
     Args:
         communicator: This worker's collectives.
         items: All items, the same list on every worker.
-        value_of: Function that returns the value of an item sent by this
-            worker.
-
-    Returns:
-        Values by layer index and name.
+        value_of: Returns the value of an item that this worker sends.
     """
     rank = communicator.rank
     values = {

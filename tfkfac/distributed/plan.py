@@ -55,7 +55,6 @@ class Mode:
             set by `gradient_worker_fraction`.
         reduces_factors: True if factors are averaged over the batches of all
             workers. False if a factor uses only its owner's batches.
-        policy: Default assignment policy, one of `POLICIES`.
     """
 
     gradient_workers: Literal["all", "one", "fraction"]
@@ -171,16 +170,13 @@ def plan_layers(
         shapes: Factors of every layer, or their shapes, by name.
         workers: Number of workers.
         mode: One of `MODES`.
-        fraction: Fraction of the workers that are gradient workers of a layer.
-            Required with `hybrid_opt`, and not allowed otherwise.
+        fraction: Fraction of the workers that are gradient workers of a layer;
+            with `hybrid_opt` only.
         policy: One of `POLICIES`. Defaults to the mode's policy.
         whole_layers: True to give all factors of a layer the same owner, also
-            with `comm_opt`. Defaults to False.
+            with `comm_opt`.
         groups: Schedule group of each layer: layers of a group are decomposed
-            in the same step. Defaults to a single group.
-
-    Raises:
-        ValueError: If an argument is not allowed.
+            in the same step.
     """
     check_choice("distribution", mode, tuple(MODES))
     settings = MODES[mode]
@@ -223,9 +219,9 @@ def _assign_layers(
 ) -> _Owners:
     """Assign all factors of a layer to the same worker.
 
-    Round robin counts layers with one factor (normalisation) and layers with
-    two separately. They often alternate; with a common count, the first of two
-    workers would own all large factors.
+    Round robin counts layers with one factor (normalisation) and with two
+    separately: they often alternate, and the first of two workers would own all
+    large factors.
     """
     if policy == "round_robin":
         counts: collections.Counter[int] = collections.Counter()
@@ -270,13 +266,9 @@ def _receivers(column: Sequence[int], width: int) -> dict[int, tuple[int, ...]]:
 
 # ------------------------------------------------------------- assignment
 def cost(shape: Work | Sequence[int], policy: str) -> int:
-    """Cost of a factor for load balancing.
+    """Operations of a decomposition, or elements of a factor with "memory".
 
-    Args:
-        shape: The factor, or its shape: `(n, n)`, `(groups, n, n)`, or `(n,)`
-            for a diagonal.
-        policy: "memory" for the number of elements. Otherwise the operations
-            of a decomposition: `n^3` for a matrix, `n` for a diagonal.
+    The shape is `(n, n)`, `(groups, n, n)`, or `(n,)` for a diagonal.
     """
     check_choice("assignment", policy, POLICIES)
     if isinstance(shape, Sequence):
@@ -300,13 +292,8 @@ def assign(
     at most `4/3 - 1/(3 workers)` times the optimum. Ties are broken by the
     order of the tasks and the rank of the workers. "round_robin" ignores costs.
 
-    Args:
-        costs: Cost of each task, from `cost`.
-        workers: Number of workers.
-        policy: One of `POLICIES`.
-        groups: Schedule group of each task. All workers wait for each other
-            after each group, so "compute" balances every group, and breaks
-            ties by the total load. Defaults to a single group.
+    All workers wait for each other after each schedule group of tasks, so
+    "compute" balances every group, and breaks ties by the total load.
     """
     check_count("workers", workers, 1)
     check_choice("assignment", policy, POLICIES)
@@ -330,11 +317,7 @@ def assign(
 
 # -------------------------------------------------------- gradient workers
 def gradient_workers(workers: int, fraction: float) -> int:
-    """Number of gradient workers of a layer, `max(1, fraction * workers)`.
-
-    Raises:
-        ValueError: If the number is not an integer that divides `workers`.
-    """
+    """Number of gradient workers of a layer, `max(1, fraction * workers)`."""
     check_count("workers", workers, 1)
     if not is_number(fraction) or not 0 < fraction <= 1:
         raise ValueError(

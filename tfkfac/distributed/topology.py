@@ -48,11 +48,7 @@ class Topology:
 
 
 def find_topology(strategy: tf.distribute.Strategy) -> Topology:
-    """Return the topology of a strategy.
-
-    Raises:
-        ValueError: If the strategy is not supported.
-    """
+    """Return the topology of a strategy."""
     check_strategy(strategy)
     replicas = strategy.num_replicas_in_sync
     if replicas == 1:
@@ -92,10 +88,8 @@ def check_strategy(strategy: tf.distribute.Strategy) -> None:
 class Roles:
     """Ranks of the workers, and of the accelerators of MR-DHO2.
 
-    Attributes:
-        workers: Ranks of the replicas that train the model.
-        accelerators: Ranks of the replicas that only estimate curvature. If
-            empty, the workers estimate curvature between their steps.
+    Accelerators only estimate curvature. Without them, the workers estimate
+    curvature between their steps.
     """
 
     workers: tuple[int, ...]
@@ -111,15 +105,7 @@ class Roles:
 
 
 def assign_roles(replicas: int, accelerator_fraction: float) -> Roles:
-    """Make the last replicas accelerators, and all other replicas workers.
-
-    Args:
-        replicas: Number of replicas.
-        accelerator_fraction: Fraction of accelerators, rounded; 0 for none.
-
-    Raises:
-        ValueError: If no worker or no accelerator would be left.
-    """
+    """Make a fraction of the replicas, the last ones, accelerators."""
     if accelerator_fraction == 0:
         return Roles(tuple(range(replicas)))
     count = math.floor(accelerator_fraction * replicas + 0.5)

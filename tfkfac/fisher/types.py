@@ -61,8 +61,8 @@ def monte_carlo(
     """Statistics from the gradients of the loss for sampled labels.
 
     A layer that no output depends on, for example with `add_loss` alone, uses
-    the gradient of the loss. Each output has a seed. `total` sums over the
-    replicas, for synchronised layers.
+    the gradient of the loss. `total` sums over the replicas, for synchronised
+    layers.
     """
     outputs = weighted(view, likelihood.outputs)
     gradients = [
@@ -80,11 +80,7 @@ def monte_carlo(
 
 
 def type2(layers: Layers, view: View, likelihood: Likelihood) -> Statistics:
-    """Statistics from all columns of a root of the outputs' Fisher matrix.
-
-    Raises:
-        ValueError: If the number of outputs is too large or not static.
-    """
+    """Statistics from all columns of a root of the outputs' Fisher matrix."""
     sums: dict[int, tf.Tensor] = {}
     for output, weight in weighted(view, likelihood.outputs):
         totals = _output_totals(layers, view, likelihood, output, weight)
@@ -183,8 +179,8 @@ class Choice(NamedTuple):
 
     Attributes:
         reason: Reason for the choice; empty if the user chose the type.
-        applies: Scalar bool, False to use "empirical" in this step. None is
-            True in all steps.
+        applies: Scalar bool, False to use "empirical" in this step; None for
+            all steps.
     """
 
     type: str
@@ -204,12 +200,8 @@ def choose_type(
 ) -> Choice:
     """Choose the type of the Fisher matrix for a step.
 
-    `requested` is "monte_carlo", "type2" or None. None is "monte_carlo" if the
-    distributions of the losses are known and not all labels are classes, else
-    "empirical".
-
-    Raises:
-        ValueError: If the requested type needs an unknown distribution.
+    A `requested` type of None is "monte_carlo" if the distributions of the
+    losses are known and not all labels are classes, else "empirical".
     """
     likelihood = find_likelihood(losses, calls)
     if requested is not None:

@@ -48,24 +48,16 @@ class ActiveBlock:
 
 
 def observe(step: Step, state: State, by_rows: bool) -> list[ActiveBlock]:
-    """Return the blocks that have gradients and records in this step.
-
-    Gradients may be kept as rows (a, g) if `by_rows` is True.
-    """
+    """Find the active blocks, with gradients as rows (a, g) if `by_rows`."""
     blocks = active_blocks(step, state)
     report_unexplained(blocks, state.counters)
     return [with_rows(active, step) for active in blocks] if by_rows else blocks
 
 
 def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
-    """Find the gradients and records of each block in this step.
+    """Return the blocks that have gradients and records in this step.
 
-    Blocks without gradients, and blocks that do not support what their layer
-    did in this step, are excluded.
-
-    Raises:
-        ValueError: If a layer has gradients but no record, or gradients of
-            some of its weights only.
+    Exclude blocks that do not support what their layer did in this step.
     """
     key_of = functools.partial(variable_key, step.job.inner_optimizer)
     pairs = zip(step.variables, step.gradients, strict=True)
@@ -153,12 +145,9 @@ _MIN_ROW_LIMIT = 16
 def with_rows(active: ActiveBlock, step: Step) -> ActiveBlock:
     """Represent a gradient `W = a^T g` by (a, g) where that may be cheaper.
 
-    There is one row (a, g) per example (or position). For few rows,
-    `(a A^-1)^T (g G^-1)` needs fewer multiplications than `A^-1 W G^-1`. W is
-    then dropped from the step, so TensorFlow prunes its product. This requires
-    that the applied gradient is exactly this product, see `is_product`.
-
-    Workers whose batches differ in size make the same choice.
+    For few rows, `(a A^-1)^T (g G^-1)` needs fewer multiplications than
+    `A^-1 W G^-1`. W is then dropped from the step, so TensorFlow prunes its
+    product. Workers whose batches differ in size make the same choice.
     """
     specs, records = active.block.factors, active.records
     workers = step.group.size
@@ -185,8 +174,7 @@ def with_rows(active: ActiveBlock, step: Step) -> ActiveBlock:
 def bound(rows: RowGradient) -> tf.Tensor:
     """Upper bound of the elements of `a^T g`: `sum |a| * sum |g|`.
 
-    It is finite only if `a^T g` is. Squared norms could overflow for a finite
-    gradient.
+    Squared norms could overflow for a finite gradient.
     """
     sums = [tf.reduce_sum(tf.abs(tensor)) for tensor in (rows.a, rows.g)]
     return sums[0] * sums[1]

@@ -37,19 +37,11 @@ class FactorAverages(Slots, Member):
     `M_t = decay M_{t-1} + (1 - decay) batch`, `M_0 = 0`, and the factor is
     `M_t / (1 - decay^t)` (Distributed K-FAC, eq. 14 and 15, with Adam's bias
     correction instead of a start at the identity). `t` counts this block's
-    accepted updates.
+    accepted updates. The papers print the weight in [0.9, 1) at the new batch;
+    the authors' code has it at the old average, as here. Half precision would
+    round `(1 - decay) batch` to zero, so the dtype is at least float32.
 
-    Both papers (Distributed K-FAC, eq. 14 and 15; DP-KFAC, eq. 10 and 11) print
-    the weight in [0.9, 1) at the new batch. The authors' code has this weight
-    at the old average, as here.
-
-    The dtype is that of the statistics, at least float32: half precision
-    would round a new batch's contribution `(1 - decay) batch` to zero.
-
-    Args:
-        block: The block.
-        names: Names of the factors to average. For the other factors, only
-            the mean eigenvalue is averaged.
+    Of factors that are not in `names`, only the mean eigenvalue is averaged.
     """
 
     held = ("averages", "other_means", "weight")
@@ -179,10 +171,7 @@ def _mix(
 
 
 class Decomposition(Slots, Member):
-    """The last finite decomposition of one block; initially the identity.
-
-    `dtype` is the storage dtype, by default the dtype of the statistics.
-    """
+    """The last finite decomposition of one block; initially the identity."""
 
     held = ("tensors",)
 
@@ -216,11 +205,7 @@ class Decomposition(Slots, Member):
     def replace(
         self, parts: Tensors, damping: tf.Tensor, due: tf.Tensor
     ) -> tf.Tensor:
-        """Replace the decomposition if due and if the new tensors are finite.
-
-        Returns:
-            Scalar bool, True if the new tensors are finite.
-        """
+        """Replace the decomposition if due and finite; True if it is finite."""
         combined = self.solver.combine(parts, damping)
         stored = {k: tf.cast(v, self._dtype) for k, v in combined.items()}
         finite = all_finite(list(stored.values()))
@@ -267,9 +252,8 @@ class Decomposition(Slots, Member):
 class Momentum(Slots, Member):
     """Nesterov momentum of the gradient matrix of one block.
 
-    `M_t = mu M_{t-1} + W_t` with `M_0 = 0`. The variables hold `mu M` and
-    `mu R_A^T M R_G`. Between inverse updates, `R_A^T M R_G` is a sum of
-    `R_A^T W R_G`, which is cheap for batches with few rows.
+    The variables hold `mu M` and `mu R_A^T M R_G`. Between inverse updates,
+    `R_A^T M R_G` is a sum of `R_A^T W R_G`, which is cheap for few rows.
     """
 
     held = ("value", "whitened")
@@ -289,11 +273,7 @@ class Momentum(Slots, Member):
     def add(
         self, matrix: tf.Tensor, whitened: tf.Tensor, decay: float
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Update the momentum with W and `R_A^T W R_G`.
-
-        Returns:
-            `N_t = W_t + mu M_t` and `X_t = R_A^T N_t R_G`.
-        """
+        """Add W and `R_A^T W R_G`; return `N = W + mu M` and `R_A^T N R_G`."""
         N = add_momentum(self.value, matrix, decay)
         return N, add_momentum(self.whitened, whitened, decay)
 
@@ -301,9 +281,8 @@ class Momentum(Slots, Member):
 def clear_unused(direction: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
     """Set a direction to zero where its gradient is zero.
 
-    Rows count as zero if the gradient is zero, columns if it is below the
-    rounding error: orthogonalisation would make them long. Rows with
-    only rounding errors (a bias before a normalisation) are kept: A mixes
+    Orthogonalisation would make columns with only rounding errors long. Rows
+    with only rounding errors (a bias before a normalisation) are kept: A mixes
     other rows of the gradient into them.
     """
     sizes = tf.abs(gradient)
@@ -332,8 +311,7 @@ def plain_matrices(
 ) -> list[tuple[str, keras.Variable]]:
     """Return the layer path and the variable of each uncovered matrix.
 
-    Vectors and embedding tables are not included: an example uses only some
-    rows of a table.
+    Embedding tables are left out: an example uses only some of their rows.
     """
     return [
         (leftover.path, variable)
@@ -345,11 +323,7 @@ def plain_matrices(
 
 
 def _is_matrix(variable: keras.Variable) -> bool:
-    """True for a matrix that is not an embedding table.
-
-    Ignore the model name in the path: search only the names of the variable
-    and of its layer.
-    """
+    """True for a matrix that is not an embedding table, by the layer's name."""
     axes = sum(size > 1 for size in variable.shape)
     names = variable.path.lower().split("/")[-2:]
     return axes > 1 and not any("embedding" in name for name in names)
@@ -398,8 +372,6 @@ class PlainMatrix(Slots):
 class Pending(Accumulation):
     """Sums of gradients and statistics over the micro-batches of a step.
 
-    Storing only the sums makes the memory independent of the number
-    of micro-batches, and the result equal to that of one large batch.
     `blocks` are, by position, the blocks observed by this replica.
     """
 
@@ -461,11 +433,7 @@ def name_in_memory_errors(path: str) -> Iterator[None]:
     """Context manager that adds a layer's path to out-of-memory errors.
 
     In a graph a name scope does so, as TensorFlow reports operation names.
-    Eagerly a scope would name the variables, and each unique name creates a
-    kernel (0.5 ms).
-
-    Raises:
-        MemoryError: If memory was exhausted.
+    Eagerly each unique name would create a kernel (0.5 ms).
     """
     # Replace characters that are not allowed in name scopes.
     scope = re.sub(r"[^A-Za-z0-9_./-]", "_", f"kfac/{path}")

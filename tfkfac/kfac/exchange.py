@@ -32,13 +32,7 @@ NamedTensors = dict[str, tf.Tensor]
 class Exchange:
     """Pack, send and unpack tensors between workers, according to a plan.
 
-    Args:
-        plan: Assignment of layers to workers.
-        blocks: The blocks, by layer index.
-        solver: The solver.
-        wire: Format of tensors in messages.
-        num_scalars: Number of scalars sent with each preconditioned gradient.
-            Defaults to 0.
+    `num_scalars` scalars are sent with each preconditioned gradient.
     """
 
     def __init__(
@@ -158,9 +152,6 @@ class Exchange:
             communicator: This worker's collectives.
             parts: The decompositions computed by this worker, by layer.
             layers: All layers whose decompositions are sent in this step.
-
-        Returns:
-            The decompositions that this worker needs, by layer.
         """
         items = self._decomposition_items(layers)
         specs = {
@@ -223,7 +214,7 @@ class Exchange:
         """Broadcast preconditioned gradients from gradient workers.
 
         `local` maps a layer to the tensors of this worker: gradients, then a
-        vector of `num_scalars`. Returns the tensors of all `layers`.
+        vector of `num_scalars`. The result has all layers.
         """
         items = self._gradient_items(layers)
         with tf.name_scope("preconditioned"):

@@ -54,10 +54,7 @@ FACTOR_RANK = 64
 
 
 class KFACMethod(Method):
-    """Precondition the gradient of each layer by its Kronecker factors.
-
-    The arguments are those of `KFAC`.
-    """
+    """Precondition the gradient of each layer by its Kronecker factors."""
 
     settings: KFACSettings
 
@@ -176,8 +173,8 @@ class KFACMethod(Method):
         So a block that one worker requests is recomputed by its owner.
 
         Returns:
-            A bool for each block, True to recompute its inverse in this step,
-            and the sums of the scalars of the step rule.
+            A bool for each block, True if its inverse is requested, and the
+            sums of the scalars of the step rule.
         """
         counters = self.job.local_state(self.states).counters
         requested = tf.equal(counters.decomposed, 0)
@@ -220,10 +217,7 @@ class KFACMethod(Method):
     def factors_due(
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return two bools: due by schedule; due for blocks without factors.
-
-        The second bool starts a layer that is first used in a late step.
-        """
+        """Return two bools: due by schedule; due for blocks without factors."""
         counters, clock = (
             self.job.local_state(self.states).counters,
             self.job.clock,
@@ -277,20 +271,10 @@ class KFACMethod(Method):
         requested: tf.Tensor,
         damping: tf.Tensor,
     ) -> tf.Tensor:
-        """Recompute the inverses of blocks that are due or requested.
+        """Recompute inverses that are due by group or requested by block.
 
         Owners decompose and gradient workers receive, one schedule group of
-        blocks after the other.
-
-        Args:
-            layers: The blocks of one stage.
-            step: The step.
-            groups_due: Scalar bools by schedule group.
-            requested: Bools by block.
-            damping: The damping, float64.
-
-        Returns:
-            Scalar bool, True if any block was decomposed.
+        blocks after the other. Returns True if any block was decomposed.
         """
         groups: dict[int, list[int]] = {}
         for layer in layers:

@@ -91,10 +91,7 @@ class Natural:
     def read(
         self, step: Step, advise: Callable[[str, str], None]
     ) -> Batch | None:
-        """Return the batch values that `gradients` needs; None by default.
-
-        `advise` issues a warning, once for each key.
-        """
+        """Return the batch values that `gradients` needs; None by default."""
         return None
 
     def scalars(self, step: Step, batch: Batch | None) -> list[tf.Tensor]:
@@ -112,11 +109,7 @@ class Natural:
         exchange: Exchange,
         damping: tf.Tensor,
     ) -> list[Preconditioned]:
-        """Compute the directions of the blocks, before scaling.
-
-        Gradient workers precondition the reduced gradients and send P to the
-        receivers. The damping bounds the length of P.
-        """
+        """Compute the directions of the blocks, before scaling."""
         row_layers = [layer for layer in layers if layer.rows is not None]
         dense_layers = [layer for layer in layers if layer.rows is None]
         return [
@@ -135,13 +128,7 @@ class Natural:
     ) -> Gradients:
         """Return the gradients for the inner optimizer.
 
-        Args:
-            directions: The results of `directions` for all blocks.
-            step: The step; its gradients are used for uncovered weights.
-            state: The state of this replica.
-            damping: The damping, float64.
-            batch: The result of `read`.
-            sums: The sums of `scalars`, float64.
+        `sums` are the sums of `scalars` over the workers.
         """
         if not directions:
             return step.gradients
@@ -219,8 +206,7 @@ def clip_step(
 
     `lr^2 <P, W>` is the squared length of a step in the Fisher metric, about
     twice the change of the model's predictions in nats (Distributed K-FAC,
-    eq. 16). All preconditioned gradients P are scaled by the same factor, 1 if
-    the length is 0 or `kl_clip` is None. `products` has `<P, W>` per block.
+    eq. 16). `products` has `<P, W>` per block.
     """
     total = tf.abs(tf.reduce_sum(stack_scalars(products)))
     length = tf.square(tf.cast(learning_rate, tf.float64)) * total
@@ -237,10 +223,7 @@ def precondition_matrices(
     exchange: Exchange,
     damping: tf.Tensor,
 ) -> list[Preconditioned]:
-    """Precondition dense gradients; P is bitwise equal on all workers.
-
-    All workers have W. Workers with the decomposition of a block compute its P.
-    """
+    """Precondition dense gradients; P is bitwise equal on all workers."""
     plain, preconditioned = matrix_pairs(layers, step)
     positions = [layer.position for layer in layers]
     pairs = zip(positions, preconditioned, strict=True)
@@ -295,8 +278,8 @@ def precondition_rows(
 ) -> list[Preconditioned]:
     """Precondition row gradients; every worker is a gradient worker.
 
-    P is linear in the gradient. With several workers, each preconditions and
-    checks its local gradient, and the results are summed.
+    P is linear in the gradient: each worker preconditions and checks its local
+    gradient, and the results are summed.
     """
 
     def compute(layer: ActiveBlock, W: LayerGradient) -> tuple[Any, ...]:
@@ -326,13 +309,9 @@ def apply_cheaper(
     layers: Sequence[ActiveBlock],
     rows: Sequence[RowGradient],
 ) -> list[tuple[Any, ...]]:
-    """Call a function with the cheaper form of each gradient: rows or matrix.
+    """Call `compute` with the cheaper form of each gradient: rows or matrix.
 
-    Args:
-        compute: Function of a block and a gradient of the block. Returns a
-            gradient, followed by tensors.
-        layers: The blocks.
-        rows: The gradients of the blocks.
+    `compute` returns a gradient, followed by tensors.
     """
     results: dict[int, tuple[Any, ...]] = {}
     undecided: dict[int, list[int]] = {}
@@ -441,9 +420,9 @@ def check(
 ) -> tuple[LayerGradient, tf.Tensor, tf.Tensor]:
     """Fall back to the plain gradient if the preconditioned one is invalid.
 
-    An invalid decomposition would make the weights NaN in one step. Each
-    eigenvalue of a damped Fisher block is at least the damping, or its square
-    if both factors get the whole damping. So `|P| <= |W| / min(damping, 1)^2`.
+    Each eigenvalue of a damped Fisher block is at least the damping, or its
+    square if both factors get the whole damping. So
+    `|P| <= |W| / min(damping, 1)^2`.
 
     Returns:
         P if valid, else W; the product `<P, W>`; a scalar bool, True if P is

@@ -63,10 +63,7 @@ class BlockCost:
         workers: int,
         num_scalars: int = 0,
     ) -> Self:
-        """Return the cost of a block in a job with `workers` workers.
-
-        `num_scalars` scalars are sent with the preconditioned gradient.
-        """
+        """Return the cost of a block in a job with `workers` workers."""
         factors, item = block.factors, block.dtype.size
         dtype = wire.inverse_dtype or block.dtype
         statistics_bytes = 0
@@ -150,9 +147,7 @@ class Loads:
     ) -> dict[str, Numbers]:
         """Bytes that each worker receives, by message.
 
-        Args:
-            costs: The cost of each block.
-            gradients: Bytes of all gradients of the model.
+        `gradients` are the bytes of all gradients of the model.
         """
         plan = self.plan
         statistics = plan.reduces_factors * sum(c.statistics for c in costs)
@@ -174,10 +169,6 @@ class Placement:
     """Assignment of the blocks of a model to the workers of a job.
 
     `num_scalars` scalars are sent with each preconditioned gradient.
-
-    Attributes:
-        schedule_groups: Group of each block, see `assign_groups`.
-        costs: Cost of each block.
     """
 
     def __init__(
@@ -300,10 +291,7 @@ _SLACK = 1.5
 def steps_between(
     interval: Hyperparameter, default: tuple[int, int, int], clock: tf.Tensor
 ) -> tf.Tensor:
-    """Steps between two factor or inverse updates, a scalar int64.
-
-    Follow the `default` schedule if `interval` is None.
-    """
+    """Return the interval; for None, that of the `default` schedule."""
     if interval.get() is not None:
         return interval.at(clock)
     first, second = _BOUNDARIES
@@ -343,8 +331,8 @@ def find_due_groups(
 ) -> list[tf.Tensor]:
     """Return a bool per schedule group, True if its inverse update is due.
 
-    Each group is due once per interval, at even distances. With several
-    groups, one that coincides with a factor update is delayed by a step.
+    With several groups, one that coincides with a factor update is delayed by
+    a step.
     """
 
     def conflict(offset: tf.Tensor) -> tf.Tensor:

@@ -100,10 +100,7 @@ def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
 
 
 def unseen_loss_warning(job: Job, note: str) -> str:
-    """Warning about a loss that was not observed and is used as a mean.
-
-    `note` is a sentence on the length of the steps.
-    """
+    """Warning about a loss that was not observed and is used as a mean."""
     return (
         f"Optimizer '{job.name}' did not observe the loss of model "
         f"'{job.model.name}' and assumes a mean over the examples, the leading "
@@ -128,16 +125,7 @@ def describe(
     rule: Natural,
     sizes: Mapping[str, int],
 ) -> list[str]:
-    """Return the lines of the summary.
-
-    Args:
-        job: The job.
-        placement: The blocks and their workers.
-        states: The states of this process; empty before training.
-        notes: Lines after the title.
-        rule: The step rule.
-        sizes: Bytes of the state, by name.
-    """
+    """Return the lines of the summary; `states` are empty before training."""
     inner = type(job.inner_optimizer).__name__
     title = (
         f"K-FAC '{job.name}' of model '{job.model.name}': solver "

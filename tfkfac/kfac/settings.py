@@ -135,11 +135,7 @@ class Distribution(Settings):
 
 
 def with_fraction(distribution: Any, fraction: Any) -> Distribution:
-    """Create a distribution from a mode and a `gradient_worker_fraction`.
-
-    Raises:
-        ValueError: If the mode does not accept the fraction.
-    """
+    """Create a distribution from a mode and a `gradient_worker_fraction`."""
     if isinstance(distribution, Distribution):
         raise ValueError(
             "Argument `gradient_worker_fraction` must be given inside of "
@@ -156,11 +152,7 @@ def _check_dtype(name: str, value: Any) -> str | None:
 
 
 def check_distribution(name: str, value: Any) -> str | Distribution:
-    """Return `value` if it is a `Distribution` or the name of a mode.
-
-    Raises:
-        ValueError: If `value` is neither.
-    """
+    """Return `value` if it is a `Distribution` or the name of a mode."""
     if isinstance(value, Distribution):
         return value
     alternatives = " or a `tfkfac.Distribution`"
@@ -168,11 +160,7 @@ def check_distribution(name: str, value: Any) -> str | Distribution:
 
 
 def check_batch_fraction(name: str, value: Any) -> float | None:
-    """Return a fraction of a batch as a float in (0, 1], or None.
-
-    Raises:
-        ValueError: If `value` is not a number in (0, 1] or None.
-    """
+    """Return a fraction of a batch as a float in (0, 1], or None."""
     if value is None:
         return None
     if not is_number(value) or not 0 < value <= 1:
@@ -184,12 +172,7 @@ def check_batch_fraction(name: str, value: Any) -> float | None:
 
 
 def check_layer_rules(name: str, value: Any) -> tuple[LayerRule, ...]:
-    """Return an argument's rules (names, patterns, classes) as a tuple.
-
-    Raises:
-        ValueError: If an entry is invalid, see `check_layer_rule`.
-        TypeError: If the argument is not a sequence.
-    """
+    """Return an argument's rules (names, patterns, classes) as a tuple."""
     if isinstance(value, (str, type, re.Pattern)):
         value = (value,)
     if not isinstance(value, (list, tuple, set, frozenset)):
@@ -201,11 +184,7 @@ def check_layer_rules(name: str, value: Any) -> tuple[LayerRule, ...]:
 
 
 def check_layer_rule(name: str, rule: Any) -> LayerRule:
-    """Check a layer rule; look up the class if the rule comes from a config.
-
-    Raises:
-        ValueError: If the rule is not a regular expression, pattern or class.
-    """
+    """Check a layer rule; look up the class if the rule comes from a config."""
     if isinstance(rule, dict) and _CLASS in rule:
         class_name = rule[_CLASS]
         registered = keras.saving.get_registered_object(class_name)
@@ -243,12 +222,7 @@ def serialize_layer_rule(rule: LayerRule) -> Any:
 def check_spectral(
     inner: keras.optimizers.Optimizer, rest_optimizer: Any
 ) -> None:
-    """Check the inner and the rest optimizer of spectral steps.
-
-    Raises:
-        ValueError: If `inner` is not SGD without momentum and clipping, or if
-            `rest_optimizer` is "inner".
-    """
+    """Check the inner and the rest optimizer of spectral steps."""
     names = ("momentum", "clipnorm", "clipvalue", "global_clipnorm")
     forbidden = [name for name in names if getattr(inner, name, None)]
     if type(inner) is not keras.optimizers.SGD or forbidden:
@@ -270,11 +244,7 @@ def check_spectral(
 def choose_step(
     step: Any, inner_optimizer: Any, learning_rate: Any, kl_clip: Any
 ) -> str:
-    """Return the type of step; for None, choose by the other arguments.
-
-    Raises:
-        ValueError: If `step` is not a type of step.
-    """
+    """Return the type of step; for None, choose by the other arguments."""
     if step is not None:
         return check_choice("step", step, STEPS, " or None")
     # Test with `is`: a user who passes 0.02 asks for natural-gradient steps.
@@ -290,11 +260,7 @@ def choose_optimizers(
     momentum: float | None,
     rest_optimizer: Any,
 ) -> tuple[keras.optimizers.Optimizer, keras.optimizers.Optimizer | None]:
-    """Return the inner and the rest optimizer for the arguments of `KFAC`.
-
-    Raises:
-        ValueError: If the arguments are not allowed with this step.
-    """
+    """Return the inner and the rest optimizer for the arguments of `KFAC`."""
     defaults: dict[str, Any] = {
         "learning_rate": FitDecay(RATE),
         "momentum": 0.5,

@@ -195,9 +195,8 @@ def orthogonalize(
 ) -> list[Preconditioned]:
     """Compute the direction D of each block, see the module docstring.
 
-    All workers have W. Workers with the decomposition of a block compute and
-    send D and `|Q|^2`. Large models are computed in chunks, one after the
-    other, which bounds the memory for X and Q.
+    Workers with the decomposition of a block compute and send D and `|Q|^2`.
+    Chunks, one after the other, bound the memory for X and Q.
     """
     if not layers:
         return []
@@ -221,10 +220,7 @@ def orthogonalize(
 def chunks(
     layers: Sequence[ActiveBlock], max_elements: int
 ) -> list[list[ActiveBlock]]:
-    """Split blocks into lists of at most `max_elements` weights, or one block.
-
-    Blocks keep their order.
-    """
+    """Split blocks into lists of one or at most `max_elements` weights."""
     result: list[list[ActiveBlock]] = []
     elements = 0
     for layer in layers:
@@ -291,10 +287,7 @@ def row_pairs(
 def _with_size(
     D: tf.Tensor, Q: tf.Tensor, N: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Scale D to the root mean square `RMS`, and `|Q|^2` by the same factor.
-
-    `|Q|^2` is not finite if D is not.
-    """
+    """Scale D to the RMS `RMS`, and `|Q|^2` by the same factor; NaN as D."""
     D = clear_unused(D, N)
     norm = tf.norm(D)
     scale = tf.math.divide_no_nan(_unit_norm(D), norm)
@@ -338,10 +331,9 @@ def _check_directions(
 def _replace_direction(
     valid: tf.Tensor, plain: tf.Tensor, D: tf.Tensor, square: tf.Tensor
 ) -> list[tf.Tensor]:
-    """Return D and `|Q|^2`; if invalid, use W scaled to the RMS of D.
+    """Return D and `|Q|^2`; if invalid, those of W scaled to the RMS of D.
 
-    Then `|Q|^2` is the squared norm of the scaled W. Both are zero if the norm
-    of W is not finite.
+    Both are zero if the norm of W is not finite.
     """
     norm = tf.norm(plain)
     unit = plain * tf.math.divide_no_nan(_unit_norm(plain), norm)
@@ -355,10 +347,7 @@ def _replace_direction(
 def plain_directions(
     step: Step, matrices: Sequence[PlainMatrix], momentum: float
 ) -> Gradients:
-    """Return the directions of uncovered matrices; None for other variables.
-
-    All workers have the reduced gradients, and compute all directions.
-    """
+    """Return the directions of uncovered matrices; None for other variables."""
     inner = step.job.inner_optimizer
     indices = {variable_key(inner, v): i for i, v in enumerate(step.variables)}
     scale = tf.math.divide_no_nan(tf.ones_like(step.loss.unit), step.loss.unit)
@@ -391,8 +380,7 @@ def hint_at_inputs(
 ) -> None:
     """Print a hint if the inputs of the model are far from unit scale.
 
-    Orthogonalised steps move all layers by the same length. A first layer with
-    large inputs allows only short steps, also in all other layers.
+    A first layer with large inputs allows only short steps in all layers.
     """
     path, is_far = far_inputs(layers)
     message = (

@@ -78,14 +78,7 @@ class Preconditioner(Tracked):
 
 
 class State(Tracked):
-    """The curvature state of one worker.
-
-    Attributes:
-        preconditioners: Factors and decompositions of each block, in order.
-        pending: Sums over the micro-batches of the next step, or None.
-        factor_updates: Number of steps that updated averages.
-        inverse_updates: Number of steps that updated decompositions.
-    """
+    """The curvature state of one worker."""
 
     def __init__(self) -> None:
         super().__init__(name="replica")
@@ -101,11 +94,7 @@ class State(Tracked):
     def fill(
         self, placement: Placement, rank: int, has_momenta: bool = False
     ) -> None:
-        """Create the state of each block, or reuse state with an equal key.
-
-        Blocks keep their state when the optimizer is attached again, see
-        `same_shape_key`.
-        """
+        """Create the state of each block, or reuse state with an equal key."""
         if has_momenta:
             self.length = self.length or SpectralLength()
             self._fill_plain(placement)
@@ -163,12 +152,9 @@ class State(Tracked):
         decay: float,
         due: tf.Tensor,
     ) -> tf.Tensor:
-        """Update this worker's factor averages by the statistics of each block.
+        """Update the averages that are due; return 1 if any was, else 0.
 
         If the update is not due, only blocks without statistics are updated.
-
-        Returns:
-            Scalar int64, 1 if any block was updated, else 0.
         """
         counters = self.counters
         due_flags = tf.logical_or(due, counters.without_statistics())
@@ -453,12 +439,10 @@ class StepReport(Slots):
     """Metrics of the last step, in variables of one replica.
 
     Attributes:
-        steps: Number of steps so far.
         clipped: Number of the first steps with a clip factor below `LOW_FACTOR`
             and a squared length over `_MIN_LENGTH`.
         short: Number of the first steps with a scaled clip factor below
             `LOW_SCALED_FACTOR`.
-        hints: Number of clip hints.
     """
 
     def __init__(self) -> None:
@@ -481,9 +465,7 @@ class StepReport(Slots):
         """Record the metrics of a step, and count strongly clipped steps.
 
         `rate` is SGD's learning rate, or None for another inner optimizer.
-
-        Returns:
-            Scalar bool, True in step `HINT_STEP` if most steps were short.
+        Returns True in step `HINT_STEP` if most steps were short.
         """
         length = tf.square(clip.factor) * clip.length
         self.assign(clip_factor=clip.factor, length=length, damping=damping)

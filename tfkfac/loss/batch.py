@@ -152,12 +152,7 @@ def training_call(model: keras.Model, x: Any) -> ForwardCall:
 def find_call(
     model: keras.Model, batch: LossBatch, calls: Sequence[ForwardCall]
 ) -> ForwardCall:
-    """Return the model call whose outputs were passed to the loss.
-
-    Raises:
-        ValueError: If `compute_loss` was not called, or was called without
-            `x` for predictions that no recorded call has returned.
-    """
+    """Return the model call whose outputs were passed to the loss."""
     if "y_pred" in batch.arguments:
         predicted = _identities(batch.arguments["y_pred"])
         for call in reversed(calls):
@@ -221,8 +216,8 @@ def replay_loss(
         arguments: Arguments of `compute_loss`; `y_pred` is recomputed.
         variables: Weights to replace.
         values: The new values of `variables`.
-        shares: Share of each loss, see `weigh`. Defaults to none.
-        read: Maps the outputs to the inputs of the loss. Defaults to None.
+        shares: Share of each loss, see `weigh`.
+        read: Maps the outputs to the inputs of the loss.
     """
     with stateless(model, list(zip(variables, values, strict=True))):
         outputs = model(*call.args, **call.kwargs)

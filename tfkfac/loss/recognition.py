@@ -41,8 +41,8 @@ class Verdict(NamedTuple):
         index: Index of the likelihood in `names`, an int32 scalar;
             `len(names)` if no likelihood agrees.
         unit: Unit of the loss; 1 if no likelihood agrees.
-        is_counted: Scalar bool, True to report the step if no likelihood
-            agrees; False if the loss is not finite.
+        is_counted: Scalar bool, False if the step is not reported although no
+            likelihood agrees, as for a loss that is not finite.
     """
 
     names: tuple[str, ...]
@@ -60,7 +60,6 @@ class Recognition(NamedTuple):
     """Comparison of a loss with all candidate likelihoods on one replica.
 
     Attributes:
-        names: Names of the candidate likelihoods.
         sums: Numbers to sum over the replicas, float64 `(len(names), 7)`.
         is_reported: True to report a loss that matches no likelihood.
     """
@@ -104,7 +103,6 @@ class _Form(NamedTuple):
     """A candidate likelihood as functions of labels y and outputs z.
 
     Attributes:
-        name: Name of the likelihood.
         nll: `nll(y, z)`, the negative log-likelihood of each output or term.
         residuals: `residuals(y, z)`, the gradient of the negative
             log-likelihood in its natural parameters: mean - label.
@@ -187,7 +185,6 @@ class _Labels(NamedTuple):
     Attributes:
         values: Labels in the shape of the outputs, or an integer class per
             term; 0 where `fit` is False.
-        are_classes: True if `values` are integer classes.
         fit: Scalar bool, False if the labels have the wrong shape.
     """
 
@@ -199,10 +196,7 @@ class _Labels(NamedTuple):
 def compare_with_likelihoods(
     call: LossCall, leaves: Leaves, reduction: Reduction
 ) -> Recognition | None:
-    """Compare a loss with the candidate likelihoods of its labels.
-
-    Return None if the labels match no likelihood.
-    """
+    """Compare a loss with the likelihoods of its labels; None if none fits."""
     labels = _labels_of(call.y_true, leaves.output)
     if labels is None:
         return None
@@ -217,13 +211,7 @@ def compare_with_likelihoods(
 
 
 class _Comparison:
-    """Compare a loss with likelihoods; each row holds the outputs of one term.
-
-    Attributes:
-        terms: Number of terms, an int32 scalar.
-        fit: Scalar bool, True if the shapes of labels, values and outputs
-            agree.
-    """
+    """Compare a loss with likelihoods; rows hold the outputs of one term."""
 
     def __init__(
         self,
@@ -385,10 +373,9 @@ class _Comparison:
         return tf.stack([tf.stack([1 - agrees, *x]) for agrees, *x in wide])
 
     def _use_all_terms(self, rows: list[list[Any]]) -> None:
-        """Sum the likelihood over all terms instead of the sampled terms.
+        """Sum the likelihood over all terms, as the values of a scalar loss do.
 
-        A scalar loss is the sum over all terms. To save time, compute only the
-        first likelihood whose gradients agree.
+        To save time, compute only the first likelihood whose gradients agree.
         """
         number = len(rows)
         flags = tf.stack([row[0] for row in rows])

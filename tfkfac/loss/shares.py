@@ -57,12 +57,8 @@ def measure_loss(
     the number of terms and the unit are taken from the loss with the largest
     unit, which contributes most to the curvature.
 
-    Args:
-        terms: Terms of this replica's losses; empty if unknown.
-        group: Replicas over which the loss is averaged.
-        replicas: Number of all replicas.
-        is_weighed: True if the loss is multiplied by its share before its
-            gradient is computed.
+    `is_weighed` is True if the loss is multiplied by its share before its
+    gradient is computed; `replicas` is the number of all replicas.
     """
     if not terms:
         unit = tf.constant(1, tf.float64)
@@ -171,12 +167,8 @@ def weigh(
 ) -> tf.Tensor:
     """Multiply each loss of a replica by the replica's share of the terms.
 
-    The mean over the replicas is then the mean over all terms.
-
-    Args:
-        loss: The whole loss of the replica.
-        terms: The terms of each loss in it.
-        shares: The share of each loss; empty if all are 1.
+    The mean over the replicas is then the mean over all terms. `shares` is
+    empty if all are 1.
     """
     if not shares:
         return loss
@@ -210,11 +202,7 @@ class LossScaling:
         self._scaler = None if scaler is None else weakref.ref(scaler)
 
     def factor(self) -> tf.Tensor | None:
-        """Return the loss scale of the current gradients, or None.
-
-        Raises:
-            ValueError: If the optimizer is wrapped but the scaler is not set.
-        """
+        """Return the loss scale of the current gradients, or None."""
         scaler = self._scaler() if self._scaler is not None else None
         if scaler is not None:
             return tf.convert_to_tensor(scaler.dynamic_scale)

@@ -25,16 +25,10 @@ _OF_BITS = (BERNOULLI, BERNOULLI_LOGITS)
 
 
 def least_loss(losses: Sequence[LossTerms], replicas: int) -> tf.Tensor:
-    """Return the minimum of a replica's loss over all possible outputs.
+    """Minimum of a replica's loss over all outputs, scaled as the loss.
 
-    This minimum is 0 for losses that are not cross-entropies.
-
-    Args:
-        losses: Terms of each loss, with verdicts.
-        replicas: Number of replicas, by which Keras divides a mean.
-
-    Returns:
-        Scalar float64, scaled as the loss.
+    It is 0 for losses that are not cross-entropies. Keras divides a mean by
+    the number of replicas.
     """
     minima = [tf.zeros([], tf.float64)]
     for terms in losses:

@@ -92,9 +92,6 @@ def check_labels(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> None:
     """Reject integer class labels for elementwise losses.
 
     TensorFlow's error would name only incompatible shapes.
-
-    Raises:
-        ValueError: If the labels lack the last axis of the predictions.
     """
     labels, outputs = (tuple(getattr(t, "shape", ())) for t in (y_true, y_pred))
     is_short = len(labels) == len(outputs) - 1 and outputs[-1] not in (None, 1)
@@ -130,13 +127,10 @@ def needs_recognition(loss: keras.losses.Loss) -> bool:
 def find_unit(
     call: LossCall, reduction: Reduction
 ) -> tuple[float | tf.Tensor, str | None, Recognition | None]:
-    """Find the likelihood of a loss, and its unit u.
+    """Return unit u, likelihood and recognition of a loss.
 
-    Returns:
-        `(unit, likelihood, recognition)`. The unit is the ratio of a loss value
-        to the negative log-likelihood of the term; 1 for an unknown loss. The
-        likelihood is a name, or None if unknown. The recognition compares an
-        unknown loss with the likelihoods in this batch, else None.
+    An unknown loss has the unit 1, no likelihood, and a comparison with the
+    likelihoods in this batch.
     """
     y_pred = call.y_pred
     if not tf.is_tensor(y_pred) or not y_pred.shape.rank:
@@ -174,8 +168,7 @@ def _likelihood(
 def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:
     """Return the number of outputs over which each loss value is a mean.
 
-    The number is a tensor if the static shapes are unknown. The number of
-    examples, which may be 0, has no effect.
+    The number of examples, which may be 0, has no effect.
     """
     rank = values.shape.rank
     if rank == 0:
@@ -199,10 +192,9 @@ _SUMS = "_tfkfac_sums"  # attribute of a loss: cached results of `is_sum`
 def is_sum(call: LossCall) -> bool:
     """Return True if a loss that returns a scalar sums over the examples.
 
-    The values of one batch do not distinguish a sum from a mean. Therefore
-    evaluate the loss on synthetic examples, and on each example twice: only a
-    sum doubles. A loss with side effects (writes variables, draws random
-    numbers, calls Python) is not evaluated, and treated as a mean.
+    Only a sum doubles if each of some synthetic examples occurs twice. A loss
+    with side effects (writes variables, draws random numbers, calls Python) is
+    not evaluated, and treated as a mean.
     """
     tensors = call.y_true, call.y_pred
     static_shapes = [tf.TensorShape(getattr(t, "shape", None)) for t in tensors]
@@ -335,8 +327,8 @@ def _terms_of(
 def _scalar_terms(terms: LossTerms, call: LossCall) -> LossTerms:
     """Set the number of terms and the unit of a loss that returns a scalar.
 
-    The user's loss reduces over the examples. Unlike Keras' reduction it does
-    not divide by the number of replicas.
+    Unlike Keras' reduction, such a loss does not divide by the number of
+    replicas.
     """
     count = predictions = _predictions(call.y_pred)
     summed, unit, recognition = False, terms.unit, terms.recognition
