@@ -123,21 +123,6 @@ class TestPlan:
             layers = plan_layers(shapes, 2, "mem_opt", policy=policy)
             assert [p.owners["A"] for p in layers] == owners
 
-    @pytest.mark.parametrize(
-        ("mode", "arguments", "message"),
-        [
-            ("mem_opt", {"fraction": 0.5}, "with it alone"),
-            ("hybrid_opt", {"fraction": None}, "must be given with"),
-            ("magic", {}, "`distribution` must be one of"),
-            ("mem_opt", {"policy": "magic"}, "`assignment` must be one of"),
-        ],
-    )
-    def test_wrong_arguments(
-        self, mode: str, arguments: dict[str, Any], message: str
-    ) -> None:
-        with pytest.raises(ValueError, match=message):
-            plan_layers(SHAPES, 2, mode, **arguments)
-
 
 def makespan(costs: list[int], chosen: Sequence[int], workers: int) -> int:
     loads = [0] * workers
@@ -173,8 +158,6 @@ class TestAssign:
         assert assign([9, 1, 1, 1, 1], 3, "round_robin") == (0, 1, 2, 0, 1)
         assert sorted(assign([3, 2], 8, "compute")) == [0, 1]
         assert assign([], 2, "compute") == ()
-        with pytest.raises(ValueError, match=r"`workers`.*workers=0"):
-            assign([1], 0, "compute")
 
     def test_every_group_is_balanced(self) -> None:
         """By hand; without groups, the two tasks of cost 9 would be split."""
@@ -201,10 +184,6 @@ class TestGradientWorkers:
         [
             (4, 0.75, "one of 1/4, 2/4, .*1 with 4"),
             (100, 0.29, "one of 1/100, 2/100, .*1 with 100"),
-            *(
-                (4, fraction, r"number in \(0, 1\]")
-                for fraction in (0, 1.5, True, "half", float("nan"))
-            ),
         ],
     )
     def test_wrong_fractions(

@@ -40,28 +40,19 @@ def exchange(
 
     Every worker must call this function.
     """
-    local = encode(description)
+    text = json.dumps(description, default=str)
+    # Widen the bytes: TensorFlow cannot gather uint8.
+    data = np.frombuffer(zlib.compress(text.encode()), np.uint8)
+    local = data.astype(np.int32)
     # Use the CPU, because GPUs have no kernel for this dtype.
     with tf.init_scope(), tf.device("CPU:0"):
         sizes = communicator.all_gather(tf.constant([len(local)])).numpy()[:, 0]
         padded = np.pad(local, (0, sizes.max() - len(local)))
         rows = communicator.all_gather(tf.constant(padded)).numpy()
-    return [decode(row[:size]) for row, size in zip(rows, sizes, strict=True)]
-
-
-def encode(description: Mapping[str, Any]) -> np.ndarray:
-    """Encode a description as an int32 array of its compressed JSON text."""
-    text = json.dumps(description, default=str)
-    data = zlib.compress(text.encode())
-    # Widen the bytes: TensorFlow cannot gather uint8.
-    return np.frombuffer(data, np.uint8).astype(np.int32)
-
-
-def decode(array: np.ndarray) -> dict[str, Any]:
-    """Decode an array that `encode` returned."""
-    data = np.asarray(array, np.uint8).tobytes()
-    result: dict[str, Any] = json.loads(zlib.decompress(data))
-    return result
+    return [
+        json.loads(zlib.decompress(row[:size].astype(np.uint8).tobytes()))
+        for row, size in zip(rows, sizes, strict=True)
+    ]
 
 
 def find_differences(descriptions: Sequence[Mapping[str, Any]]) -> list[str]:

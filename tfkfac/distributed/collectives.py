@@ -37,10 +37,11 @@ from tfkfac.compat.strategies import store_text, wait_for_text
 BUCKET_BYTES = 4 * 2**20
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Communicator:
     """Collectives that one replica runs in a group, for one traced graph.
 
-    Args:
+    Attributes:
         rank: Index of this replica in the group.
         size: Number of members of the group.
         scope: Unique name of this communicator in the job, equal on all
@@ -51,46 +52,35 @@ class Communicator:
         token: The replica's ordering token; None only in eager mode.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        scope: str,
-        hint: str = "auto",
-        one_process: bool = False,
-        token: tf.Variable | None = None,
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self._scope = scope
-        self._hint = hint
-        self._one_process = one_process
-        self._token = token
-        self._calls = 0
+    rank: int
+    size: int
+    scope: str
+    hint: str = "auto"
+    one_process: bool = False
+    token: tf.Variable | None = None
+    _calls: int = dataclasses.field(default=0, init=False)
 
     def among(self, members: tuple[int, ...]) -> "Communicator":
         """Return the communicator of a sub-group, ranked as in `members`."""
-        return Communicator(
-            members.index(self.rank),
-            len(members),
-            f"{self._scope} among {members}",
-            self._hint,
-            self._one_process,
-            self._token,
+        return dataclasses.replace(
+            self,
+            rank=members.index(self.rank),
+            size=len(members),
+            scope=f"{self.scope} among {members}",
         )
 
     def _launch(self, collective: Callable[[], tf.Tensor]) -> tf.Tensor:
         """Add a collective that is never pruned; with NCCL, in call order."""
-        if self._token is None:
+        if self.token is None:
             return collective()
         # Use a name scope per collective: in a common scope, TensorFlow fuses
         # reductions even if they depend on each other, and then fails.
-        is_ordered = self._hint == "nccl"
-        dependencies = [self._token.read_value()] if is_ordered else []
+        is_ordered = self.hint == "nccl"
+        dependencies = [self.token.read_value()] if is_ordered else []
         with tf.control_dependencies(dependencies), tf.name_scope("collective"):
             result = collective()
         with tf.control_dependencies([result]):
-            self._token.assign_add(0.0)
+            self.token.assign_add(0.0)
         return result
 
     def all_reduce(
@@ -102,21 +92,23 @@ class Communicator:
         """
         if self.size == 1 or not tensors:
             return list(tensors)
+        sent = [
+            tf.cast(tensor, sum_dtype(dtype or tensor.dtype, self.hint))
+            for tensor in tensors
+        ]
         results: list[tf.Tensor] = []
-
-        def wire(tensor_dtype: tf.DType) -> tf.DType:
-            return sum_dtype(dtype or tensor_dtype, self._hint)
-
-        for bucket in split_buckets(tensors, wire):
+        remaining = iter(tensors)
+        for bucket in split_buckets(sent):
             total = self._call_all(
                 "reduce",
                 tf.raw_ops.CollectiveReduce,
-                flatten(bucket, wire),
+                flatten(bucket),
                 merge_op="Add",
                 final_op="Id",
                 subdiv_offsets=[0],
             )
-            results += unflatten(total, bucket)
+            like = list(itertools.islice(remaining, len(bucket)))
+            results += unflatten(total, like)
         return results
 
     def _call_all(
@@ -135,7 +127,7 @@ class Communicator:
                 group_size=self.size,
                 group_key=group,
                 instance_key=instance,
-                communication_hint=self._hint,
+                communication_hint=self.hint,
                 **arguments,
             )
         )
@@ -189,7 +181,7 @@ class Communicator:
             "group_key": group,
             "instance_key": instance,
             "shape": list(spec.shape),
-            "communication_hint": self._hint,
+            "communication_hint": self.hint,
         }
         if self.rank == root:
             sent = tf.bitcast(flat, tf.float16) if is_bitcast else flat
@@ -212,7 +204,7 @@ class Communicator:
             moment: Training position, which must be equal on all members.
             seconds: Time to wait for the other members.
         """
-        key = f"{self._scope} {meeting}"
+        key = f"{self.scope} {meeting}"
         store_text(f"{key}/{self.rank}", moment)
         deadline = time.monotonic() + seconds
         complete = all(
@@ -239,7 +231,7 @@ class Communicator:
 
     def reduce_scatter(self, parts: tf.Tensor) -> tf.Tensor:
         """Sum tensors `(size, ...)` of static shape; member i gets row i."""
-        if self._one_process:
+        if self.one_process:
             (total,) = self.all_reduce([parts])
             return total[self.rank]
         return tf.reduce_sum(self.all_to_all(parts), 0)
@@ -248,7 +240,7 @@ class Communicator:
         """Exchange rows: row i on member j becomes row j on member i."""
         if self.size == 1:
             return tensor
-        if self._one_process:
+        if self.one_process:
             return self.all_gather(tensor)[:, self.rank]
         received = self._call_all(
             "all to all",
@@ -271,10 +263,10 @@ class Communicator:
         may differ between workers.
         """
         self._calls += 1
-        group = stable_key(self._scope, members)
+        group = stable_key(self.scope, members)
         shape = tuple(tensor.shape)
         message = (name, members, root, shape, tensor.dtype.name, self._calls)
-        return group, stable_key(self._scope, message)
+        return group, stable_key(self.scope, message)
 
 
 def differentiable_sum(group: Communicator, tensor: tf.Tensor) -> tf.Tensor:
@@ -297,23 +289,14 @@ def sum_dtype(dtype: tf.DType, hint: str) -> tf.DType:
     return tf.float32 if (dtype, hint) == (tf.bfloat16, "nccl") else dtype
 
 
-# Function from the dtype of a tensor to the dtype of the tensor in messages.
-WireDtype = Callable[[tf.DType], tf.DType]
-
-
-def _same_dtype(dtype: tf.DType) -> tf.DType:
-    return dtype
-
-
 def split_buckets(
     tensors: Sequence[tf.Tensor] | Sequence[tf.TensorSpec],
-    wire: WireDtype = _same_dtype,
 ) -> list[list[tf.Tensor]]:
-    """Split into buckets of up to `BUCKET_BYTES` and one message dtype."""
+    """Split tensors into buckets of up to `BUCKET_BYTES` and one dtype."""
     buckets: list[list[tf.Tensor]] = []
     bucket_bytes, bucket_dtype = 0, None
     for tensor in tensors:
-        dtype = wire(tensor.dtype)
+        dtype = tensor.dtype
         size = math.prod(tensor.shape) * dtype.size
         if bucket_dtype != dtype or bucket_bytes + size > BUCKET_BYTES:
             buckets.append([])
@@ -323,12 +306,9 @@ def split_buckets(
     return buckets
 
 
-def flatten(
-    tensors: Sequence[tf.Tensor], wire: WireDtype = _same_dtype
-) -> tf.Tensor:
-    """Concatenate tensors of equal message dtype to a vector of that dtype."""
-    vectors = [tf.cast(tf.reshape(t, [-1]), wire(t.dtype)) for t in tensors]
-    return tf.concat(vectors, 0)
+def flatten(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Concatenate tensors of one dtype to a vector."""
+    return tf.concat([tf.reshape(t, [-1]) for t in tensors], 0)
 
 
 def unflatten(

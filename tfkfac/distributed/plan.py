@@ -24,8 +24,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
-from tfkfac.checks import check_choice, check_count, is_number
-
 # Policies of load balancing.
 POLICIES = ("compute", "memory", "round_robin")
 
@@ -178,11 +176,12 @@ def plan_layers(
         groups: Schedule group of each layer: layers of a group are decomposed
             in the same step.
     """
-    check_choice("distribution", mode, tuple(MODES))
     settings = MODES[mode]
     if policy is None:
         policy = settings.policy
-    count = _count_gradient_workers(mode, workers, fraction)
+    count = workers if settings.gradient_workers == "all" else 1
+    if fraction is not None:
+        count = gradient_workers(workers, fraction)
     work = [
         {name: cost(factor, policy) for name, factor in layer.items()}
         for layer in shapes
@@ -270,7 +269,6 @@ def cost(shape: Work | Sequence[int], policy: str) -> int:
 
     The shape is `(n, n)`, `(groups, n, n)`, or `(n,)` for a diagonal.
     """
-    check_choice("assignment", policy, POLICIES)
     if isinstance(shape, Sequence):
         elements = math.prod(shape)
         operations = elements * shape[-1] if len(shape) > 1 else elements
@@ -295,8 +293,6 @@ def assign(
     All workers wait for each other after each schedule group of tasks, so
     "compute" balances every group, and breaks ties by the total load.
     """
-    check_count("workers", workers, 1)
-    check_choice("assignment", policy, POLICIES)
     if policy == "round_robin":
         return tuple(task % workers for task in range(len(costs)))
     if groups is None or policy == "memory":
@@ -318,13 +314,7 @@ def assign(
 # -------------------------------------------------------- gradient workers
 def gradient_workers(workers: int, fraction: float) -> int:
     """Number of gradient workers of a layer, `max(1, fraction * workers)`."""
-    check_count("workers", workers, 1)
-    if not is_number(fraction) or not 0 < fraction <= 1:
-        raise ValueError(
-            "Argument `gradient_worker_fraction` must be a number in (0, 1]. "
-            f"Received: gradient_worker_fraction={fraction!r}"
-        )
-    product = max(1.0, float(fraction) * workers)
+    product = max(1.0, fraction * workers)
     count = round(product)
     if not math.isclose(product, count, rel_tol=1e-6) or workers % count:
         raise ValueError(
@@ -339,19 +329,3 @@ def gradient_workers(workers: int, fraction: float) -> int:
 def _fractions(workers: int) -> str:
     counts = [n for n in range(1, workers + 1) if workers % n == 0]
     return ", ".join("1" if n == workers else f"{n}/{workers}" for n in counts)
-
-
-def _count_gradient_workers(
-    mode: str, workers: int, fraction: float | None
-) -> int:
-    """Number of gradient workers of a layer in a mode."""
-    setting = MODES[mode].gradient_workers
-    if setting == "fraction" and fraction is not None:
-        return gradient_workers(workers, fraction)
-    if setting == "fraction" or fraction is not None:
-        raise ValueError(
-            "Argument `gradient_worker_fraction` must be given with "
-            "distribution='hybrid_opt', and with it alone. Received: "
-            f"distribution={mode!r}, gradient_worker_fraction={fraction!r}"
-        )
-    return workers if setting == "all" else 1

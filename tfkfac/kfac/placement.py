@@ -19,14 +19,13 @@ from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.settings import Distribution
 from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.solvers import Solver
-from tfkfac.solvers.base import most_rows
 
 Numbers = np.ndarray  # one number per worker
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockCost:
-    """Bytes and multiplications of one block, independent of its placement.
+    """Bytes of one block, independent of its placement.
 
     Attributes:
         factors: Bytes of each factor's average on its owner, by name.
@@ -34,13 +33,6 @@ class BlockCost:
         statistics: Bytes of a batch's statistics in the all-reduce.
         parts: Bytes that each factor's owner sends after a decomposition.
         gradient: Bytes of the message with the preconditioned gradient.
-        decompositions: Multiplications (about n^3) of each factor's
-            decomposition, and elements of the factor, by name.
-        precondition: Multiplications to precondition a dense gradient.
-        largest_rows: Largest number of rows (a, g) that replace a dense
-            gradient; 0 if never.
-        row: Multiplications per row.
-        width: Multiplications per pair of rows, for `<P, W>`.
     """
 
     factors: Mapping[str, int]
@@ -48,22 +40,12 @@ class BlockCost:
     statistics: int
     parts: Mapping[str, int]
     gradient: int
-    decompositions: Mapping[str, tuple[int, int]]
-    precondition: int
-    largest_rows: int
-    row: int
-    width: int
 
     @classmethod
     def of(
-        cls,
-        block: Block,
-        solver: Solver,
-        wire: Wire,
-        workers: int,
-        num_scalars: int = 0,
+        cls, block: Block, solver: Solver, wire: Wire, num_scalars: int = 0
     ) -> Self:
-        """Return the cost of a block in a job with `workers` workers."""
+        """Return the bytes of a block for a solver and a message format."""
         factors, item = block.factors, block.dtype.size
         dtype = wire.inverse_dtype or block.dtype
         statistics_bytes = 0
@@ -81,34 +63,14 @@ class BlockCost:
             sent = solver.parts(factors, name).values()
             elements = sum(math.prod(wire.shape(spec)) for spec in sent)
             sent_bytes[name] = elements * dtype.size
-        *stack, inputs, outputs = block.gradient_shape
-        vectors = {"A": outputs, "G": inputs}
-        per_vector = {n: f.multiplications for n, f in factors.items()}
-        matrix = sum(per_vector[name] * vectors[name] for name in factors)
-        takes_rows = solver.takes_rows and not stack and "A" in factors
         stored = solver.kept(factors).values()
-        row = sum(per_vector.values())
         return cls(
             factors={n: f.elements * item for n, f in factors.items()},
             decomposition=sum(spec.elements for spec in stored) * dtype.size,
             statistics=statistics_bytes,
             parts=sent_bytes,
             gradient=(math.prod(block.gradient_shape) + num_scalars) * item,
-            decompositions={
-                n: (f.operations, f.elements) for n, f in factors.items()
-            },
-            # Count twice for an eigensolver: to the eigenbasis and back.
-            precondition=matrix if solver.is_explicit else 2 * matrix,
-            largest_rows=most_rows(factors, workers) if takes_rows else 0,
-            row=row + (inputs * outputs if workers > 1 else 0),
-            width=inputs + outputs if workers == 1 else 0,
         )
-
-    def apply(self, rows: float) -> float:
-        """Multiplications to precondition a gradient of `rows` rows."""
-        if 0 < rows <= self.largest_rows:
-            return rows * self.row + rows**2 * self.width
-        return self.precondition
 
 
 class Loads:
@@ -209,9 +171,8 @@ class Placement:
         self.exchange = Exchange(
             self.plan, registry.blocks, solver, self.wire, num_scalars
         )
-        workers = topology.replicas
         self.costs = [
-            BlockCost.of(block, solver, self.wire, workers, num_scalars)
+            BlockCost.of(block, solver, self.wire, num_scalars)
             for block in registry.blocks
         ]
 

@@ -24,6 +24,8 @@ from tfkfac.distributed.plan import MODES, Plan, plan_layers
 from tfkfac.factors import Diagonal
 from tfkfac.factors.base import Wire
 from tfkfac.kfac.placement import BlockCost, Loads, Numbers
+from tfkfac.solvers import Solver
+from tfkfac.solvers.base import most_rows
 from tfkfac.solvers.registry import make_solver
 
 # Operations of matrix products in the time of (Cholesky inverse) / n^3, of
@@ -393,10 +395,7 @@ def compare_plans(
     """Estimate the cost of some distributions of a model."""
     solvers = {c.solver: make_solver(c.solver) for c in candidates}
     costs = {
-        name: [
-            BlockCost.of(block, solver, load.wire, workers)
-            for block in load.blocks
-        ]
+        name: [BlockCost.of(block, solver, load.wire) for block in load.blocks]
         for name, solver in solvers.items()
     }
     estimates = []
@@ -412,19 +411,14 @@ def compare_plans(
             load.groups,
         )
         plan = Plan(MODES[candidate.distribution], workers, layers)
-        rate = machine.inverse if solver.is_explicit else machine.eigen
-        estimator = Estimator(
-            plan, load, costs[candidate.solver], machine, rate
-        )
+        costs_of_solver = costs[candidate.solver]
+        estimator = Estimator(plan, load, costs_of_solver, machine, solver)
         estimates.append(estimator.estimate(candidate))
     return estimates
 
 
 class Estimator(Loads):
-    """Seconds of each stage of a plan.
-
-    `rate` is the speed of decompositions, in n^3 per second for size n.
-    """
+    """Seconds of each stage of a plan."""
 
     def __init__(
         self,
@@ -432,13 +426,13 @@ class Estimator(Loads):
         load: Workload,
         costs: Sequence[BlockCost],
         machine: Machine,
-        rate: float,
+        solver: Solver,
     ) -> None:
         super().__init__(plan)
         self._load = load
         self._costs = costs
         self._machine = machine
-        self._rate = rate
+        self._solver = solver
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Return the cost of the plan of a candidate."""
@@ -499,14 +493,17 @@ class Estimator(Loads):
     def _group(self, group: int) -> tuple[float, float]:
         """Return seconds of the decompositions and messages of a group."""
         is_due = [other == group for other in self._load.groups]
-        pairs = list(zip(is_due, self._costs, strict=True))
+        machine, solver = self._machine, self._solver
+        # n^3 per second for a decomposition of size n
+        rate = machine.inverse if solver.is_explicit else machine.eigen
         seconds = [
             {
-                name: due * count / self._rate
-                for name, (count, _) in cost.decompositions.items()
+                name: due * factor.operations / rate
+                for name, factor in block.factors.items()
             }
-            for due, cost in pairs
+            for due, block in zip(is_due, self._load.blocks, strict=True)
         ]
+        pairs = list(zip(is_due, self._costs, strict=True))
         updated = [due * cost.decomposition for due, cost in pairs]
         moved = self._updated(self.preconditioned(updated))
         computed = (self.owned(seconds) + moved).max()
@@ -535,12 +532,29 @@ class Estimator(Loads):
         all_precondition = self.plan.columns == 1
         rows = self._load.batch.rows
         work = [
-            cost.apply(count) if all_precondition else cost.precondition
-            for cost, count in zip(self._costs, rows, strict=True)
+            self._multiplications(block, count if all_precondition else 0)
+            for block, count in zip(self._load.blocks, rows, strict=True)
         ]
         clipped = sum(cost.gradient for cost in self._costs)
         seconds = self.preconditioned([machine.products(w) for w in work])
         return seconds.max() + self._updated(clipped)
+
+    def _multiplications(self, block: Block, rows: int) -> int:
+        """Multiplications to precondition `rows` rows; 0 is a whole matrix."""
+        factors, solver = block.factors, self._solver
+        workers = self.plan.workers
+        *stack, inputs, outputs = block.gradient_shape
+        vectors = {"A": outputs, "G": inputs}
+        products = {name: f.multiplications for name, f in factors.items()}
+        takes_rows = solver.takes_rows and not stack and "A" in factors
+        if takes_rows and 0 < rows <= most_rows(factors, workers):
+            row = sum(products.values())
+            if workers > 1:
+                return rows * (row + inputs * outputs)
+            return rows * row + rows**2 * (inputs + outputs)
+        matrix = sum(products[name] * vectors[name] for name in factors)
+        # Count twice for an eigensolver: to the eigenbasis and back.
+        return matrix if solver.is_explicit else 2 * matrix
 
     def _share_gradients(self, received: Mapping[str, Numbers]) -> float:
         plan = self.plan
