@@ -47,13 +47,6 @@ class ActiveBlock:
         return self.state.decomposition.apply(gradient)
 
 
-def observe(step: Step, state: State, by_rows: bool) -> list[ActiveBlock]:
-    """Find the active blocks, with gradients as rows (a, g) if `by_rows`."""
-    blocks = active_blocks(step, state)
-    report_unexplained(blocks, state.counters)
-    return [with_rows(active, step) for active in blocks] if by_rows else blocks
-
-
 def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
     """Return the blocks that have gradients and records in this step.
 

@@ -402,7 +402,7 @@ class Pending(Accumulation):
         self, statistics: Mapping[int, Mapping[str, Statistic]]
     ) -> tf.Tensor:
         """Add the statistics of each block in a micro-batch."""
-        for i, block, totals, counts in self._sums_by_block():
+        for (i, block), totals, counts in self._sums_by_block():
             if i in statistics:
                 increments = [statistics[i][name] for name in block.factors]
                 for total, statistic in zip(totals, increments, strict=True):
@@ -413,19 +413,18 @@ class Pending(Accumulation):
     def statistics(self) -> dict[int, dict[str, Statistic]]:
         """Return the sums of the statistics of each block so far."""
         result = {}
-        for i, block, totals, counts in self._sums_by_block():
+        for (i, block), totals, counts in self._sums_by_block():
             row_counts = tf.unstack(tf.convert_to_tensor(counts))
             sums = map(Statistic, map(tf.convert_to_tensor, totals), row_counts)
             result[i] = dict(zip(block.factors, sums, strict=True))
         return result
 
-    def _sums_by_block(self) -> Iterator[tuple[int, Block, list[Any], Any]]:
-        """Yield position, block, totals and counts of every block."""
-        pairs = zip(self._totals, self._counts, strict=True)
-        for (i, block), (totals, counts) in zip(
-            self._blocks.items(), pairs, strict=True
-        ):
-            yield i, block, totals, counts
+    def _sums_by_block(
+        self,
+    ) -> Iterator[tuple[tuple[int, Block], list[Any], Any]]:
+        """Return (position, block), totals and counts of every block."""
+        items = self._blocks.items()
+        return zip(items, self._totals, self._counts, strict=True)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Messages between workers: statistics, decompositions, gradients."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -29,29 +30,18 @@ _MAX_SUM = 2.0**15
 NamedTensors = dict[str, tf.Tensor]
 
 
+@dataclasses.dataclass(frozen=True)
 class Exchange:
     """Pack, send and unpack tensors between workers, according to a plan.
 
     `num_scalars` scalars are sent with each preconditioned gradient.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        blocks: Sequence[Block],
-        solver: Solver,
-        wire: Wire,
-        num_scalars: int = 0,
-    ) -> None:
-        self.plan = plan
-        self._blocks = blocks
-        self._solver = solver
-        self.wire = wire
-        self._num_scalars = num_scalars
-        self._storage = [
-            {name: factor.storage for name, factor in block.factors.items()}
-            for block in blocks
-        ]
+    plan: Plan
+    blocks: Sequence[Block]
+    solver: Solver
+    wire: Wire
+    num_scalars: int = 0
 
     # ------------------------------------------------------------- factors
     def reduce_statistics(
@@ -65,7 +55,7 @@ class Exchange:
         if not self.plan.reduces_factors:
             return {i: dict(by_name) for i, by_name in statistics.items()}
         rows = [
-            (i, name, self._storage[i][name], statistic)
+            (i, name, self.blocks[i].factors[name].storage, statistic)
             for i in sorted(statistics, reverse=True)
             for name, statistic in statistics[i].items()
         ]
@@ -155,7 +145,7 @@ class Exchange:
         """
         items = self._decomposition_items(layers)
         specs = {
-            i: self._solver.all_parts(self._blocks[i].factors) for i in layers
+            i: self.solver.all_parts(self.blocks[i].factors) for i in layers
         }
 
         def value_of(item: Item) -> tf.Tensor:
@@ -168,7 +158,7 @@ class Exchange:
         received: dict[int, NamedTensors] = {}
         for (layer, name), value in values.items():
             value = self.wire.unpack(specs[layer][name], value)
-            value = tf.cast(value, self._blocks[layer].dtype)
+            value = tf.cast(value, self.blocks[layer].dtype)
             received.setdefault(layer, {})[name] = value
         return received
 
@@ -178,7 +168,7 @@ class Exchange:
         for i in sorted(layers):
             for factor, owner in self.plan.layers[i].owners.items():
                 members = self.plan.decomposition_group(i, factor)
-                specs = self._solver.parts(self._blocks[i].factors, factor)
+                specs = self.solver.parts(self.blocks[i].factors, factor)
                 for name, spec in specs.items():
                     packed = tf.TensorSpec(
                         self.wire.shape(spec), self._decomposition_dtype(i)
@@ -187,7 +177,7 @@ class Exchange:
         return items
 
     def _decomposition_dtype(self, layer: int) -> tf.DType:
-        return self.wire.inverse_dtype or self._blocks[layer].dtype
+        return self.wire.inverse_dtype or self.blocks[layer].dtype
 
     # ------------------------------------------- preconditioned gradients
     def stages(self, layers: Sequence[int]) -> list[list[int]]:
@@ -228,7 +218,7 @@ class Exchange:
 
     def _gradient_specs(self, layer: int) -> list[tf.TensorSpec]:
         """Return the specs of a preconditioned gradient and of the scalars."""
-        block, count = self._blocks[layer], self._num_scalars
+        block, count = self.blocks[layer], self.num_scalars
         shapes = [block.gradient_shape, *([(count,)] if count else [])]
         return [tf.TensorSpec(shape, block.dtype) for shape in shapes]
 
@@ -236,9 +226,9 @@ class Exchange:
         """Return gradients to broadcast, in the same order on every worker."""
         items = []
         for i in sorted(layers):
-            size = math.prod(self._blocks[i].gradient_shape)
+            size = math.prod(self.blocks[i].gradient_shape)
             flat = tf.TensorSpec(
-                [size + self._num_scalars], self._blocks[i].dtype
+                [size + self.num_scalars], self.blocks[i].dtype
             )
             for root, members in self.plan.gradient_groups(i):
                 items.append(Item(i, str(root), flat, root, members))

@@ -1,6 +1,6 @@
 """K-FAC method: stages of one training step, state and reporting."""
 
-import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +20,12 @@ from tfkfac.kfac import report
 from tfkfac.kfac.active import (
     ActiveBlock,
     Statistics,
+    active_blocks,
     batch_statistics,
     in_stages,
-    observe,
     observed,
+    report_unexplained,
+    with_rows,
 )
 from tfkfac.kfac.averages import Pending
 from tfkfac.kfac.length import Batch
@@ -35,10 +37,7 @@ from tfkfac.kfac.placement import (
     find_due_groups,
     steps_between,
 )
-from tfkfac.kfac.settings import (
-    Distribution,
-    KFACSettings,
-)
+from tfkfac.kfac.settings import Distribution, KFACSettings
 from tfkfac.kfac.spectral import Spectral
 from tfkfac.kfac.state import State, local_factors
 from tfkfac.saving.entries import Contents
@@ -69,26 +68,41 @@ class KFACMethod(Method):
         self._distribution = distribution
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
-        self._advice = report.Advice()
+        self._advised: set[str] = set()
         self._choice: Choice | None = None
+
+    @property
+    def _state(self) -> State:
+        """State of the current replica."""
+        return self.job.local_state(self.states)
+
+    def _advise(self, text: str, key: str | None = None) -> None:
+        """Warn on the worker of replica 0, once per key (default: text)."""
+        key = key or text
+        if key not in self._advised:
+            self._advised.add(key)
+            if 0 in self.job.topology.local:
+                warnings.warn(text, stacklevel=3)
 
     # ------------------------------------------------------------ the step
     @override
     def run(self, step: Step) -> None:
         """Run one step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
-        state = self.job.local_state(self.states)
+        state = self._state
+        layers = active_blocks(step, state)
+        report_unexplained(layers, state.counters)
         by_rows = self.placement.takes_rows and state.pending is None
-        by_rows &= self._rule.takes_rows(step.group.size)
-        layers = observe(step, state, by_rows)
+        if by_rows and self._rule.takes_rows(step.group.size):
+            layers = [with_rows(layer, step) for layer in layers]
         step.record_losses("its unit is 1, its Fisher matrix the empirical one")
         if not self.job.terms_of(step.batch):
             is_passed = step.batch.value is not None
             rule = Natural if is_passed else self._rule
-            warning = report.unseen_loss_warning(self.job, rule.without_loss)
-            self._advice.give(self.job, warning)
+            self._advise(
+                report.unseen_loss_warning(self.job, rule.without_loss)
+            )
         statistics = self.statistics(layers, step)
-        advise = functools.partial(self._advice.give, self.job)
-        batch = self._rule.read(step, advise)
+        batch = self._rule.read(step, self._advise)
         if state.pending is None:
             self.update(layers, step, statistics, batch)
         else:
@@ -102,7 +116,7 @@ class KFACMethod(Method):
         batch: Batch | None,
     ) -> None:
         """Update the weights from local gradients, which are reduced here."""
-        state, rule = self.job.local_state(self.states), self._rule
+        state, rule = self._state, self._rule
         damping = rule.damping.at(self.job.clock)
         # Reduce: all-reduce the gradients and the requests for new inverses.
         requested, sums = self.reduce(step, batch)
@@ -158,7 +172,7 @@ class KFACMethod(Method):
             layers,
             step,
             choice,
-            self.job.local_state(self.states),
+            self._state,
             self.placement.plan,
             self.settings.weight_sharing,
             self.settings.factor_batch_fraction,
@@ -176,8 +190,7 @@ class KFACMethod(Method):
             A bool for each block, True if its inverse is requested, and the
             sums of the scalars of the step rule.
         """
-        counters = self.job.local_state(self.states).counters
-        requested = tf.equal(counters.decomposed, 0)
+        requested = tf.equal(self._state.counters.decomposed, 0)
         gradient = next((g for g in step.gradients if g is not None), None)
         dtype = tf.float32 if gradient is None else gradient.dtype
         scalars = self._rule.scalars(step, batch)
@@ -218,16 +231,14 @@ class KFACMethod(Method):
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return two bools: due by schedule; due for blocks without factors."""
-        counters, clock = (
-            self.job.local_state(self.states).counters,
-            self.job.clock,
-        )
+        clock = self.job.clock
         interval = steps_between(
             self.settings.factor_update_interval, FACTORS, clock
         )
         local = observed(layers, step, self.placement.plan)
         positions = tf.constant([layer.position for layer in local], tf.int32)
-        missing = tf.gather(counters.without_statistics(), positions)
+        without = self._state.counters.without_statistics()
+        missing = tf.gather(without, positions)
         return tf.equal(clock % interval, 0), tf.reduce_any(missing)
 
     def update_factors(
@@ -237,7 +248,7 @@ class KFACMethod(Method):
         statistics: Callable[[], Statistics],
     ) -> None:
         """All-reduce statistics and update the averages if they are due."""
-        state, placement = self.job.local_state(self.states), self.placement
+        state, placement = self._state, self.placement
         scheduled, initial = self.factors_due(layers, step)
 
         def move_averages() -> None:
@@ -296,7 +307,7 @@ class KFACMethod(Method):
         damping: tf.Tensor,
     ) -> tf.Tensor:
         """Recompute the inverses of one schedule group; True if any was due."""
-        state, placement = self.job.local_state(self.states), self.placement
+        state, placement = self._state, self.placement
         due &= (state.counters.observed > 0) & step.finite
         due &= tf.constant(
             [i in positions for i in range(len(placement.blocks))]
@@ -319,13 +330,12 @@ class KFACMethod(Method):
     def attach(self, job: Job) -> None:
         self.job = job
         self._placement = None
-        excluded = self._rule.excluded_blocks
         tap_layers(
             job.model,
             self.settings.skip_layers,
             self.settings.only_layers,
             self,
-            excluded,
+            self._rule.excluded_blocks,
         )
         if self.settings.fisher != EMPIRICAL:
             PullbackTap.open(job.model)
@@ -360,7 +370,8 @@ class KFACMethod(Method):
         warning = report.coverage_warning(
             placement.registry, self.job, self._rule
         )
-        self._advice.give(self.job, warning)
+        if warning is not None:
+            self._advise(warning)
         existing = dict(zip(self.job.topology.local, self.states, strict=False))
 
         def make_state(rank: int) -> State:

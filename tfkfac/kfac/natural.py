@@ -159,10 +159,7 @@ _MAX_INPUT_RMS = 3.0  # RMS of inputs above which a hint is printed
 
 
 def hint_at_clip(
-    layers: Sequence[ActiveBlock],
-    step: Step,
-    report: StepReport,
-    limit: Any,
+    layers: Sequence[ActiveBlock], step: Step, report: StepReport, limit: Any
 ) -> None:
     """Print the likely cause if the clip shortens most of the first steps."""
     head = "kl_clip has left less than {:.0%} of most of the first {} steps. "

@@ -32,9 +32,7 @@ from tfkfac.shell.arguments import (
     take_over_accumulation,
 )
 from tfkfac.shell.optimizer import SecondOrderOptimizer
-from tfkfac.shell.rest import (
-    INNER,
-)
+from tfkfac.shell.rest import INNER
 from tfkfac.solvers import SOLVERS
 
 Inner: TypeAlias = keras.optimizers.Optimizer | str | dict[str, Any]

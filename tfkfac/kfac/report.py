@@ -1,16 +1,10 @@
 """Warnings and the summary of K-FAC."""
 
 import dataclasses
-import warnings
 from collections.abc import Mapping, Sequence
 
 from tfkfac.blocks import Block
-from tfkfac.blocks.registry import (
-    EXCLUDED,
-    Leftover,
-    Registry,
-    count_weights,
-)
+from tfkfac.blocks.registry import EXCLUDED, Leftover, Registry, count_weights
 from tfkfac.capture.walk import SKIPPED
 from tfkfac.compat.models import last_layers
 from tfkfac.factors import LowRank
@@ -27,22 +21,6 @@ _LOW_COVERAGE = 0.5
 _LARGE = 0.05
 # Number of uncovered layers named in the warning, not counting large layers.
 _NUM_NAMED = 3
-
-
-class Advice:
-    """Issue each warning once, on the worker of replica 0."""
-
-    def __init__(self) -> None:
-        self._issued: set[str] = set()
-
-    def give(self, job: Job, text: str | None, key: str | None = None) -> None:
-        """Issue a warning once per key; the default key is the text."""
-        key = key or text
-        if text is None or key is None or key in self._issued:
-            return
-        self._issued.add(key)
-        if 0 in job.topology.local:
-            warnings.warn(text, stacklevel=3)
 
 
 def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:

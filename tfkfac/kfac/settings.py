@@ -8,11 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.walk import LayerRule
-from tfkfac.checks import (
-    check_bool,
-    check_choice,
-    is_number,
-)
+from tfkfac.checks import check_bool, check_choice, is_number
 from tfkfac.distributed.plan import MODES, POLICIES
 from tfkfac.schedules import FitDecay
 from tfkfac.shell.arguments import (

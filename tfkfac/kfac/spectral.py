@@ -52,12 +52,7 @@ from tfkfac.kfac.natural import (
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import HINT_STEP, State, StepReport
 from tfkfac.linalg.polar import polar_factors
-from tfkfac.linalg.tensors import (
-    all_finite,
-    are_finite,
-    select,
-    stack_scalars,
-)
+from tfkfac.linalg.tensors import all_finite, are_finite, select, stack_scalars
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
 

@@ -1,6 +1,7 @@
 """State of one worker: factors, decompositions and counters of its blocks."""
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -206,10 +207,7 @@ class State(Tracked):
         return parts
 
     def replace_decompositions(
-        self,
-        parts: Mapping[int, Tensors],
-        damping: tf.Tensor,
-        due: tf.Tensor,
+        self, parts: Mapping[int, Tensors], damping: tf.Tensor, due: tf.Tensor
     ) -> None:
         """Replace the decompositions that are due and finite."""
         counters = self.counters
@@ -253,45 +251,38 @@ class State(Tracked):
             if preconditioner.decomposition is not None:
                 entries.append(counters.entry("failures", i, Spread.OWNED))
             entries += preconditioner.entries()
-        resets: dict[str, list[Callable[[], None]]] = defaultdict(list)
-        resets[placement.solver.section].append(counters.reset_decomposed)
-        pending = [] if self.pending is None else [self.pending]
-        for sums in pending:
-            entries += sums.entries()
-        spectral_slots: list[Slots | None] = [
-            p.momentum for p in self.preconditioners
-        ]
-        spectral_slots += [self.length, *self.plain]
+        if self.pending is not None:
+            entries += self.pending.entries()
         for matrix in self.plain:
             entries += matrix.entries()
-        for slots in (*pending, *filter(None, spectral_slots)):
-            resets[slots.section].append(slots.reset)
-        layers = tuple(block.path for block in placement.blocks)
-        reset_calls = {name: _call_all(calls) for name, calls in resets.items()}
-        return Contents(entries, layers, reset_calls)
+        resets: dict[str, list[Callable[[], None]]] = defaultdict(list)
+        resets[placement.solver.section].append(counters.reset_decomposed)
+        momenta = [p.momentum for p in self.preconditioners]
+        optional = [self.pending, *momenta, self.length, *self.plain]
+        for slots in optional:
+            if slots is not None:
+                resets[slots.section].append(slots.reset)
+        return Contents(
+            entries,
+            tuple(block.path for block in placement.blocks),
+            {
+                section: functools.partial(_call_all, calls)
+                for section, calls in resets.items()
+            },
+        )
 
     def events(self) -> list[tuple[str, tf.Variable]]:
         """Return the texts and counts of abnormal events."""
-        events = [
-            (
-                "hints on the first steps",
-                self.report.hints,
-            ),
-        ]
+        events = [("hints on the first steps", self.report.hints)]
         for i, path in enumerate(self.counters.paths):
             unexplained = Number(self.counters.unexplained, i)
             events.append((f"gradients of other passes in {path}", unexplained))
         return events + self.counters.events()
 
 
-def _call_all(functions: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """Return a function that calls several functions in order."""
-
-    def call() -> None:
-        for function in functions:
-            function()
-
-    return call
+def _call_all(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 def local_factors(states: Sequence[State]) -> dict[str, dict[str, np.ndarray]]:
@@ -457,10 +448,7 @@ class StepReport(Slots):
         }
 
     def record(
-        self,
-        clip: Clip,
-        damping: tf.Tensor,
-        rate: tf.Tensor | None,
+        self, clip: Clip, damping: tf.Tensor, rate: tf.Tensor | None
     ) -> tf.Tensor:
         """Record the metrics of a step, and count strongly clipped steps.
 

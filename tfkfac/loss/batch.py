@@ -169,8 +169,7 @@ def find_call(
 
 @contextlib.contextmanager
 def stateless(
-    model: keras.Model,
-    mapping: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
+    model: keras.Model, mapping: Sequence[tuple[keras.Variable, tf.Tensor]] = ()
 ) -> Iterator[keras.StatelessScope]:
     """Context in which model calls use `mapping` and change no variable."""
     with (

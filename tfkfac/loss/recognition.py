@@ -140,10 +140,7 @@ _NORMAL = _Form(
     lambda z, g: g,
 )
 _BERNOULLI = _Form(
-    BERNOULLI,
-    _bernoulli,
-    lambda y, z: z - y,
-    lambda z, g: g * z * (1 - z),
+    BERNOULLI, _bernoulli, lambda y, z: z - y, lambda z, g: g * z * (1 - z)
 )
 _BERNOULLI_LOGITS = _Form(
     BERNOULLI_LOGITS,

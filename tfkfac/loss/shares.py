@@ -161,9 +161,7 @@ def _measure_single(
 
 
 def weigh(
-    loss: tf.Tensor,
-    terms: Sequence[LossTerms],
-    shares: Sequence[tf.Tensor],
+    loss: tf.Tensor, terms: Sequence[LossTerms], shares: Sequence[tf.Tensor]
 ) -> tf.Tensor:
     """Multiply each loss of a replica by the replica's share of the terms.
 

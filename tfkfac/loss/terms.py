@@ -228,9 +228,7 @@ def _doubles(
     return False
 
 
-def _examples(
-    specs: Sequence[tf.TensorSpec],
-) -> list[list[tf.Tensor]]:
+def _examples(specs: Sequence[tf.TensorSpec]) -> list[list[tf.Tensor]]:
     """Return synthetic (labels, outputs): real, binary and class labels."""
     shapes = [[2, *(size or 2 for size in spec.shape[1:])] for spec in specs]
     normal = [
