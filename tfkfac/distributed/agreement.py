@@ -36,10 +36,7 @@ def check_agreement(
 def exchange(
     description: Mapping[str, Any], communicator: Communicator
 ) -> list[dict[str, Any]]:
-    """Gather a JSON-compatible description from every worker, by rank.
-
-    Every worker must call this function.
-    """
+    """Gather a description from every worker, by rank; all must call this."""
     text = json.dumps(description, default=str)
     # Widen the bytes: TensorFlow cannot gather uint8.
     data = np.frombuffer(zlib.compress(text.encode()), np.uint8)

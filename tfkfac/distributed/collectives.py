@@ -145,10 +145,7 @@ class Communicator:
             tensors: The tensors; used on the root only.
             like: Shapes and dtypes of the tensors.
             root: Rank of the sender.
-            members: Ranks of the sender and the receivers, ascending.
-
-        Returns:
-            The tensors on `members`; None on all other replicas.
+            members: Ranks in ascending order; other replicas get None.
         """
         results: list[tf.Tensor] = []
         remaining = iter(tensors or ())
@@ -197,12 +194,8 @@ class Communicator:
         """Wait for all members; return True, on all members, if all come.
 
         This is not a collective: if a member is missing, the others continue
-        with False.
-
-        Args:
-            meeting: Name of the rendezvous. A name can be used only once.
-            moment: Training position, which must be equal on all members.
-            seconds: Time to wait for the other members.
+        with False. A name of a `meeting` can be used only once; `moment` is the
+        training position, which must be equal on all members.
         """
         key = f"{self.scope} {meeting}"
         store_text(f"{key}/{self.rank}", moment)
@@ -378,12 +371,10 @@ def broadcast_items(
     items: Sequence[Item],
     value_of: Callable[[Item], tf.Tensor],
 ) -> dict[tuple[int, str], tf.Tensor]:
-    """Broadcast items and return the values that this worker needs.
+    """Broadcast items, the same list on every worker.
 
-    Args:
-        communicator: This worker's collectives.
-        items: All items, the same list on every worker.
-        value_of: Returns the value of an item that this worker sends.
+    `value_of` returns the value of an item that this worker sends. The result
+    has the values that this worker needs.
     """
     rank = communicator.rank
     values = {

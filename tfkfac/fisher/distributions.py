@@ -198,8 +198,8 @@ class Poisson(Independent):
 class OneOf(Distribution):
     """A distribution selected from several candidates during the step.
 
-    `index` is an int32 scalar. Its value `len(candidates)` stands for an
-    unknown distribution, which is computed as a normal distribution.
+    The index `len(candidates)` stands for an unknown distribution, which is
+    computed as a normal distribution.
     """
 
     def __init__(
@@ -376,7 +376,7 @@ class Output:
     """Predictions that were passed to a loss, and their distribution.
 
     Predictions are `(examples, positions..., outputs of a term)`. The weights
-    of the terms broadcast to the predictions; None if all weights are 1.
+    of the terms broadcast to the predictions.
     """
 
     predictions: tf.Tensor
@@ -388,8 +388,8 @@ class Output:
     ) -> tf.Tensor:
         """Call `compute` on the predictions, and apply the weights.
 
-        Weights of the terms and the loss (None is 1) multiply the Fisher
-        matrix, so the result is multiplied by their square root.
+        Weights of the terms and the loss multiply the Fisher matrix, so the
+        result is multiplied by their square root.
         """
         outputs = self.predictions
         dtype = tf.float64 if outputs.dtype == tf.float64 else tf.float32
@@ -439,10 +439,9 @@ class Likelihood:
         return all(x.distribution.categorical for x in self.outputs)
 
     def applies(self, include_categorical: bool) -> tf.Tensor | None:
-        """Scalar bool tensor, True if the distributions are known in this step.
+        """Scalar bool, True if all distributions are known; None if always.
 
-        None if the distributions are known in all steps. With
-        `include_categorical=False`, False if all are categorical.
+        With `include_categorical=False`, False if all are categorical.
         """
         distributions = [output.distribution for output in self.outputs]
         dynamic = [d for d in distributions if isinstance(d, OneOf)]

@@ -29,10 +29,7 @@ class DiagonalRoot(NamedTuple):
     def times(
         self, rows: tf.Tensor, first: tf.Tensor, end: tf.Tensor
     ) -> tf.Tensor:
-        """Multiply `B^T` by rows of the examples `first` to `end`.
-
-        Rows are `(end - first, outputs, n)`.
-        """
+        """Multiply `B^T` by rows `(end - first, outputs, n)` of examples."""
         return self.diagonal[first:end, :, None] * rows
 
     def residuals(self, slopes: tf.Tensor) -> tf.Tensor:
@@ -71,7 +68,7 @@ def root_of(
 ) -> Root:
     """Compute a root of the Fisher matrix of one loss, see the module.
 
-    `values` are the outputs, or their logits if `is_logits`; `scale` is `s`.
+    `values` are logits if `is_logits`; `scale` is `s`.
     """
     distribution = output.distribution
     if is_logits:

@@ -136,12 +136,9 @@ class Exchange:
         parts: Mapping[int, Tensors],
         layers: Sequence[int],
     ) -> dict[int, NamedTensors]:
-        """Broadcast decompositions from owners to gradient workers.
+        """Broadcast the `parts` of this worker to gradient workers.
 
-        Args:
-            communicator: This worker's collectives.
-            parts: The decompositions computed by this worker, by layer.
-            layers: All layers whose decompositions are sent in this step.
+        `layers` are all layers whose decompositions are sent in this step.
         """
         items = self._decomposition_items(layers)
         specs = {

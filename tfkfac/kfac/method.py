@@ -285,7 +285,7 @@ class KFACMethod(Method):
         """Recompute inverses that are due by group or requested by block.
 
         Owners decompose and gradient workers receive, one schedule group of
-        blocks after the other. Returns True if any block was decomposed.
+        blocks after the other.
         """
         groups: dict[int, list[int]] = {}
         for layer in layers:

@@ -56,9 +56,7 @@ class Natural:
         title: Suffix of the title of the summary.
         summed_scalars: Number of scalars that `scalars` returns.
         without_loss: Sentence of the warning where the loss is unknown.
-        has_momenta: True if blocks store momenta.
         extra_scalars: Number of scalars sent with each direction.
-        excluded_blocks: Classes of blocks left to the rest optimizer.
     """
 
     title = ""

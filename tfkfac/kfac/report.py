@@ -24,11 +24,10 @@ _NUM_NAMED = 3
 
 
 def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
-    """Warning about uncovered weights, or None.
+    """Warning if most weights or an important weight are uncovered, or None.
 
-    Given if they are over half of the model, or if an uncovered weight is
-    large or belongs to the last layer. Layers that arguments or the step rule
-    exclude, and matrices that the step rule trains itself, do not count.
+    Layers that arguments or the step rule exclude, and matrices that the step
+    rule trains itself, do not count.
     """
     intended_reasons = SKIPPED, EXCLUDED
     plain = {id(variable) for _, variable in rule.plain_matrices(registry)}

@@ -326,10 +326,7 @@ def _check_directions(
 def _replace_direction(
     valid: tf.Tensor, plain: tf.Tensor, D: tf.Tensor, square: tf.Tensor
 ) -> list[tf.Tensor]:
-    """Return D and `|Q|^2`; if invalid, those of W scaled to the RMS of D.
-
-    Both are zero if the norm of W is not finite.
-    """
+    """Replace an invalid D by W, scaled to the RMS of D; by 0 if not finite."""
     norm = tf.norm(plain)
     unit = plain * tf.math.divide_no_nan(_unit_norm(plain), norm)
     unit_square = tf.reduce_sum(tf.square(unit))

@@ -450,10 +450,9 @@ class StepReport(Slots):
     def record(
         self, clip: Clip, damping: tf.Tensor, rate: tf.Tensor | None
     ) -> tf.Tensor:
-        """Record the metrics of a step, and count strongly clipped steps.
+        """Record the metrics of a step; True if most first steps were short.
 
         `rate` is SGD's learning rate, or None for another inner optimizer.
-        Returns True in step `HINT_STEP` if most steps were short.
         """
         length = tf.square(clip.factor) * clip.length
         self.assign(clip_factor=clip.factor, length=length, damping=damping)

@@ -42,7 +42,6 @@ class LossBatch:
         terms: Terms of each loss; empty if no loss was observed.
         weightless: For each output with sample weights, bool
             `(examples, positions)`, True where the weight is zero.
-        arguments: Arguments of `compute_loss`.
         ordinal: Number of earlier batches in the same step.
         measure: Measure over all replicas; None before the loss is weighted.
         value: The loss, divided by the number of replicas as in Keras; the
@@ -61,11 +60,7 @@ class LossBatch:
 
 
 class LossTap(ModelTap[LossBatch]):
-    """Record the batch of each call of a model's `compute_loss`.
-
-    A custom loop may not call `compute_loss`. Then the batch size is the
-    leading dimension of each layer's input, and no sample weight is zero.
-    """
+    """Record the batch of each call of a model's `compute_loss`."""
 
     method = "compute_loss"
 
@@ -233,8 +228,7 @@ def loss_of_outputs(
 ) -> tf.Tensor:
     """Compute the loss of given outputs; arguments as in `replay_loss`.
 
-    The losses added by layers come from the current stateless scope. Variables
-    that a loss writes are restored.
+    Losses added by layers come from the current stateless scope.
     """
     tap = LossTap.open(model)
     # Bind declared arguments of `compute_loss`; pass others as keywords.

@@ -422,10 +422,7 @@ def _total(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _labels_of(y_true: Any, outputs: tf.Tensor) -> _Labels | None:
-    """Convert labels to the shape of the outputs, or of the terms (classes).
-
-    Return None if the dtype or the static shape does not match.
-    """
+    """Convert labels to the shape of the outputs, or of the terms (classes)."""
     if not isinstance(y_true, (tf.Tensor, tf.Variable, np.ndarray)):
         return None
     y = tf.convert_to_tensor(y_true)

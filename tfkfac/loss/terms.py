@@ -54,8 +54,7 @@ class Known(NamedTuple):
     """Likelihood of a known loss, and the unit u that the module defines.
 
     Attributes:
-        likelihood: Name of the likelihood; None if the user has registered
-            another distribution.
+        likelihood: None if the user has registered another distribution.
         factor: Unit of the loss if it sums over the outputs of a term.
         is_mean: True if the loss is a mean over the D outputs of a term: the
             unit is `factor / D`.
@@ -256,13 +255,11 @@ class LossTerms:
         weighted_value: Loss times its loss weight; None if not observed.
         call: The recorded call of the loss; None if it was not observed.
         likelihood: Name of the likelihood; None if unknown.
-        recognition: Comparison of this batch with likelihoods, for an unknown
-            loss.
+        recognition: Comparison of an unknown loss with likelihoods.
         verdict: Result of the comparison over the batches of all replicas.
-        predictions: `T` if the comparison finds a likelihood; None means
-            `count`.
-        squares: Sum of the squared sample weights, where `count` is the sum
-            of the sample weights; None without sample weights.
+        predictions: `T` if the comparison finds a likelihood; None is `count`.
+        squares: Sum of the squared sample weights, if `count` is the sum of
+            the sample weights.
     """
 
     count: tf.Tensor
