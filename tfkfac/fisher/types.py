@@ -188,10 +188,6 @@ class Choice(NamedTuple):
     reason: str = ""
     applies: tf.Tensor | None = None
 
-    def without_tensors(self) -> "Choice":
-        """Return a copy without tensors, to keep after the trace."""
-        return Choice(self.type, reason=self.reason)
-
 
 def choose_type(
     requested: str | None,

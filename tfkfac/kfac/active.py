@@ -2,17 +2,17 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfkfac.blocks import Block, LayerGradient, RowGradient, Statistic
+from tfkfac.blocks import Block, LayerGradient, RowGradient
 from tfkfac.blocks.statistics import View, choose_subsample, records_of
 from tfkfac.capture.taps import Record, Tap, is_product
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.distributed.plan import Plan
 from tfkfac.fisher import types
-from tfkfac.fisher.types import Choice
+from tfkfac.fisher.types import Choice, Statistics
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import Counters, Preconditioner, State
 from tfkfac.solvers.base import most_rows
@@ -171,9 +171,6 @@ def bound(rows: RowGradient) -> tf.Tensor:
     """
     sums = [tf.reduce_sum(tf.abs(tensor)) for tensor in (rows.a, rows.g)]
     return sums[0] * sums[1]
-
-
-Statistics = Mapping[int, Mapping[str, Statistic]]
 
 
 def observed(

@@ -20,6 +20,7 @@ from tfkfac.blocks.registry import EXCLUDED, Leftover
 from tfkfac.capture.walk import SKIPPED
 from tfkfac.compat.functions import Member, TraceKey, shared, when
 from tfkfac.factors import Factor, Tensors, trace_key
+from tfkfac.fisher.types import Statistics
 from tfkfac.linalg.tensors import all_finite, rounding, select
 from tfkfac.saving.entries import Read, Spread
 from tfkfac.saving.slots import Slots
@@ -398,9 +399,7 @@ class Pending(Accumulation):
             (i, b.path, b.factors) for i, b in self._blocks.items()
         ]
 
-    def add_statistics(
-        self, statistics: Mapping[int, Mapping[str, Statistic]]
-    ) -> tf.Tensor:
+    def add_statistics(self, statistics: Statistics) -> tf.Tensor:
         """Add the statistics of each block in a micro-batch."""
         for (i, block), totals, counts in self._sums_by_block():
             if i in statistics:

@@ -27,8 +27,6 @@ from tfkfac.solvers import Solver
 # Scaled sums stay below this bound, within float16 (largest number 65504).
 _MAX_SUM = 2.0**15
 
-NamedTensors = dict[str, tf.Tensor]
-
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
@@ -135,7 +133,7 @@ class Exchange:
         communicator: Communicator,
         parts: Mapping[int, Tensors],
         layers: Sequence[int],
-    ) -> dict[int, NamedTensors]:
+    ) -> dict[int, dict[str, tf.Tensor]]:
         """Broadcast the `parts` of this worker to gradient workers.
 
         `layers` are all layers whose decompositions are sent in this step.
@@ -152,7 +150,7 @@ class Exchange:
 
         with tf.name_scope("decompositions"):
             values = broadcast_items(communicator, items, value_of)
-        received: dict[int, NamedTensors] = {}
+        received: dict[int, dict[str, tf.Tensor]] = {}
         for (layer, name), value in values.items():
             value = self.wire.unpack(specs[layer][name], value)
             value = tf.cast(value, self.blocks[layer].dtype)

@@ -15,11 +15,10 @@ from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import Tracked
 from tfkfac.distributed.collectives import gradient_bytes
 from tfkfac.factors import Limit
-from tfkfac.fisher.types import EMPIRICAL, Choice, choose_type
+from tfkfac.fisher.types import EMPIRICAL, Choice, Statistics, choose_type
 from tfkfac.kfac import report
 from tfkfac.kfac.active import (
     ActiveBlock,
-    Statistics,
     active_blocks,
     batch_statistics,
     in_stages,
@@ -167,7 +166,8 @@ class KFACMethod(Method):
         if self.settings.fisher != EMPIRICAL:
             calls = PullbackTap.open(self.job.model).pop_items()
             choice = choose_type(self.settings.fisher, step.loss.losses, calls)
-        self._choice = choice.without_tensors()
+        # Keep no tensors after the trace.
+        self._choice = Choice(choice.type, reason=choice.reason)
         return lambda: batch_statistics(
             layers,
             step,

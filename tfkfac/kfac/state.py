@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.blocks import Block, Statistic
+from tfkfac.blocks import Block
 from tfkfac.compat.graphs import Tracked, state_variable
 from tfkfac.factors import Tensors
+from tfkfac.fisher.types import Statistics
 from tfkfac.kfac.averages import (
     Decomposition,
     FactorAverages,
@@ -148,10 +149,7 @@ class State(Tracked):
             self.pending = Pending(steps, job, observed)
 
     def update_averages(
-        self,
-        statistics: Mapping[int, Mapping[str, Statistic]],
-        decay: float,
-        due: tf.Tensor,
+        self, statistics: Statistics, decay: float, due: tf.Tensor
     ) -> tf.Tensor:
         """Update the averages that are due; return 1 if any was, else 0.
 
