@@ -1,24 +1,36 @@
-"""Factors of shared and composed models."""
+"""Factors of shared, composed and time-distributed layers."""
 
+from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 from tests.support.harness import (
+    assert_close,
     check_factors,
+    compiled,
+    find,
     half_squared_error,
     randomize,
     train_once,
     weights_of,
 )
-from tests.support.layer_cases import make_input
-from tests.support.layer_models import targets
-from tests.support.reference import append_one, factors
+from tests.support.layer_cases import LINEAR, make_input
+from tests.support.layer_models import (
+    activation_name,
+    expected_factors,
+    expected_rows,
+    targets,
+)
+from tests.support.layer_views import view_of
+from tests.support.reference import Array, append_one, factors
+from tests.support.summaries import sequential
 
-BATCH = 4
+BATCH, TIME = 4, 3
 
 
 def test_shared_layer_pools_rows() -> None:
@@ -37,28 +49,6 @@ def test_shared_layer_pools_rows() -> None:
     check_factors(step.of("twice"), *want)
 
 
-def test_shared_layer_in_a_chain() -> None:
-    """A layer is called twice; the second input is the first output."""
-    layer = layers.Dense(3, activation="tanh", name="twice")
-    inputs = keras.Input((3,))
-    model = keras.Model(inputs, layer(layer(inputs)))
-    randomize(model)
-    x = make_input("", (3,), BATCH)
-    y = targets(model, x)
-    kernel, bias = weights_of(model)
-    matrix = np.vstack([kernel, bias])
-    a1 = append_one(x.astype(np.float64))
-    h = np.tanh(a1 @ matrix)
-    a2 = append_one(h)
-    out = np.tanh(a2 @ matrix)
-    g2 = (out - y) * (1 - out**2)
-    g1 = (g2 @ kernel.T) * (1 - h**2)
-    A = (a1.T @ a1 + a2.T @ a2) / (2 * BATCH)
-    G = (g1.T @ g1 + g2.T @ g2) / BATCH
-    step = train_once(model, x, y)
-    check_factors(step.of("twice"), A, G)
-
-
 def nested_model() -> Any:
     first = layers.Dense(4, activation="tanh", name="first")
     core = keras.Sequential([first], name="core")
@@ -66,22 +56,6 @@ def nested_model() -> Any:
     x = keras.Input((3,))
     outer = layers.Dense(2, use_bias=False, name="second")
     return keras.Model(x, outer(shell(x)))
-
-
-class Pair(keras.Model):
-    """Subclassed model with its layers in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack = [
-            layers.Dense(4, activation="tanh", name="first"),
-            layers.Dense(2, use_bias=False, name="second"),
-        ]
-
-    def call(self, x: Any) -> Any:
-        for layer in self.stack:
-            x = layer(x)
-        return x
 
 
 class Wrapped(layers.Layer):
@@ -108,7 +82,6 @@ def wrapped_model() -> Any:
     ("factory", "first", "eager"),
     [
         (nested_model, "core/first", True),
-        (Pair, "first", False),
         (wrapped_model, "wrapped/first", False),
     ],
 )
@@ -119,12 +92,10 @@ def test_composed_model(factory: Any, first: str, eager: bool) -> None:
     y = np.random.default_rng(4).normal(size=(BATCH, 2)).astype("float32")
     model(x)
     randomize(model)
-    plain = keras.Sequential(
-        [
-            keras.Input((3,)),
-            layers.Dense(4, activation="tanh", name="first"),
-            layers.Dense(2, use_bias=False, name="second"),
-        ]
+    plain = sequential(
+        layers.Dense(4, activation="tanh", name="first"),
+        layers.Dense(2, use_bias=False, name="second"),
+        shape=(3,),
     )
     plain.set_weights(model.get_weights())
     want = train_once(plain, x, y).factors
@@ -132,3 +103,121 @@ def test_composed_model(factory: Any, first: str, eager: bool) -> None:
     assert len(step.factors) == 2
     check_factors(step.of(first), *want["first"].values())
     check_factors(step.of("second"), *want["second"].values())
+
+
+# -------------------------------------------------------------- TimeDistributed
+
+
+def distributed(layer: Any, *shape: int | None) -> Any:
+    """Create a model of a layer in a `TimeDistributed`."""
+    model = sequential(layers.TimeDistributed(layer, name="each"), shape=shape)
+    randomize(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "rtol"),
+    [
+        (
+            partial(layers.Dense, 3, activation="tanh"),
+            {"weight_sharing": "reduce", "factor_batch_fraction": 0.5},
+            1e-5,
+        ),
+        # Recomputed pre-activations have the precision of the weights.
+        (partial(layers.Dense, 3, "softmax", dtype="mixed_bfloat16"), {}, 2e-2),
+        (layers.LayerNormalization, {}, 1e-5),
+    ],
+)
+def test_as_on_sequences(make: Any, options: Any, rtol: float) -> None:
+    """Factors and step are equal."""
+    results = []
+    for wrap in (layers.TimeDistributed, lambda layer: layer):
+        layer = wrap(make(name="block"))
+        model = keras.Sequential([keras.Input((TIME, 4)), layer])
+        randomize(model)
+        x = make_input("", (TIME, 4), BATCH)
+        results.append(train_once(model, x, targets(model, x), **options))
+    got, want = results
+    for name, value in want.of("block").items():
+        assert_close(got.of("block")[name], value, rtol, name)
+    for delta, expected in zip(got.delta, want.delta, strict=True):
+        assert_close(delta, expected, 10 * rtol, "step")
+
+
+def test_dynamic_number_of_time_steps() -> None:
+    """Keras then calls the layer in a vectorised loop."""
+    layer = layers.Dense(3, activation="tanh", name="block")
+    model = distributed(layer, None, 4)
+    optimizer = compiled(model)
+    # Keras 3.15 needs equally many time steps and examples here.
+    x = make_input("", (TIME, 4), TIME)
+    y = targets(model, x)
+    a = append_one(x.astype(np.float64))
+    out = np.tanh(a @ np.vstack(weights_of(model)))
+    g = (out - y) * (1 - out**2)
+
+    @tf.function(input_signature=[tf.TensorSpec((None, None, 4))])
+    def step(x: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(half_squared_error(y, model(x)))
+        variables = model.trainable_variables
+        gradients = tape.gradient(loss, [v.value for v in variables])
+        optimizer.apply(gradients, variables)
+
+    step(x)
+    check_factors(find(optimizer.factors(), "block"), *factors(a, g))
+
+
+def images(x: Array) -> Array:
+    """Fold time steps into the batch."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def steps(rows: Array) -> Array:
+    """Move time steps from the batch axis to the positions."""
+    groups, _, _, features = rows.shape
+    return rows.reshape(groups, BATCH, -1, features)
+
+
+@pytest.mark.parametrize(
+    ("case", "sharing"),
+    [
+        ("conv2d_same_odd", "expand"),
+        ("depthwise2d_same_strided", "reduce"),
+        ("einsum_sequence", "expand"),
+        ("embedding_sequence", "reduce"),
+    ],
+)
+def test_other_layers(case: str, sharing: str) -> None:
+    """Positions of all time steps of an example are shared positions."""
+    factory, shape = LINEAR[case]
+    layer = factory(name="block")
+    model = distributed(layer, TIME, *shape)
+    x = make_input(case, (TIME, *shape), BATCH)
+    y = targets(model, x)
+    view = view_of(layer)
+    name = activation_name(layer)
+    a, g = expected_rows(view, weights_of(model), images(x), images(y), name)
+    step = train_once(model, x, y, weight_sharing=sharing)
+    want = expected_factors(view, steps(a), steps(g), sharing)
+    check_factors(step.of("block"), *want)
+
+
+def test_mask() -> None:
+    """Padded time steps without loss do not count in A."""
+    keep = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 0]], bool)
+    inputs = keras.Input((TIME, 4))
+    hidden = layers.Masking()(inputs)
+    layer = layers.Dense(2, name="block")
+    distributed = layers.TimeDistributed(layer)
+    model = keras.Model(inputs, distributed(hidden))
+    randomize(model)
+    x = make_input("", (TIME, 4), BATCH) * keep[..., None]
+    # In Keras 3.16 and later, the layer drops the mask: all steps have loss.
+    keep = keep if distributed.supports_masking else np.ones_like(keep)
+    y = targets(model, x)
+    a = append_one(x.astype(np.float64))
+    g = (a @ np.vstack(weights_of(model)) - y) * keep[..., None]
+    step = train_once(model, x, y, loss="mse")
+    A, _ = factors(a, g, keep=keep)
+    assert_close(step.of("block")["A"], A, 1e-5, "A")

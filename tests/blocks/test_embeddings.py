@@ -1,4 +1,9 @@
-"""Blocks of position embeddings."""
+"""Position embeddings, and embeddings that project back to tokens.
+
+The factors of the projection of a `ReversibleEmbedding`, with tied and untied
+weights, are those of a dense layer in float64 NumPy: A from the features, G
+from the gradients at the logits.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,10 +11,12 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
 from tests.support.harness import (
     assert_close,
+    check_factors,
     keras_gradients,
     randomize,
     train_once,
@@ -17,7 +24,8 @@ from tests.support.harness import (
 )
 from tests.support.layer_cases import make_input
 from tests.support.layer_models import targets
-from tests.support.reference import Array, factors
+from tests.support.reference import Array, eigen_solve, factors
+from tests.support.summaries import leftovers_of
 
 BATCH, TOKENS, WIDTH, TIME = 4, 6, 3, 5
 
@@ -112,3 +120,193 @@ def test_positions_of_padding_do_not_count() -> None:
     step = train_once(model, x, targets(model, x), loss="mse")
     want = np.array([2, 2, 1, 1, 0]) / 6
     assert_close(step.of("block")["A"], want, 1e-6, "A")
+
+
+# ---------------------------------------------------- reversible embeddings
+class Head(layers.Layer):
+    """Output head that projects by a given embedding, as in masked models."""
+
+    def __init__(self, tokens: Any) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def call(self, x: Any) -> Any:
+        return self.tokens(x, reverse=True)
+
+
+def functional(tokens: Any, in_a_layer: bool = False) -> Any:
+    inputs = keras.Input((TIME,), dtype="int32")
+    hidden = layers.Dense(WIDTH, use_bias=False, name="hidden")(tokens(inputs))
+    out = Head(tokens)(hidden) if in_a_layer else tokens(hidden, reverse=True)
+    return keras.Model(inputs, out)
+
+
+MODELS: dict[str, Callable[[Any], Any]] = {
+    "functional": functional,
+    "inside a layer": lambda tokens: functional(tokens, True),
+}
+
+
+def embedding(tie_weights: bool, **kwargs: Any) -> Any:
+    return layers.ReversibleEmbedding(
+        TOKENS, WIDTH, tie_weights=tie_weights, name="tokens", **kwargs
+    )
+
+
+def language(case: str, tie_weights: bool, **kwargs: Any) -> Any:
+    """Create a built model, tokens, and targets for its outputs."""
+    model = MODELS[case](embedding(tie_weights, **kwargs))
+    x = make_input("embedding", (TIME,), BATCH)
+    model(x)
+    randomize(model)
+    return model, x, targets(model, x)
+
+
+def weights_by_name(model: Any) -> dict[str, Array]:
+    names = [v.name for v in model.trainable_variables]
+    return dict(zip(names, weights_of(model), strict=True))
+
+
+def rows_of(model: Any, x: Array, y: Array, cap: float | None = None) -> Any:
+    """Inputs and gradients of the projection, then of the lookups."""
+    weights = weights_by_name(model)
+    table, hidden = weights["embeddings"], weights["kernel"]
+    kernel = weights.get("reverse_embeddings", table.T)
+    one_hot = np.eye(TOKENS)[x]
+    a = one_hot @ table @ hidden
+    z = a @ kernel
+    out = z if cap is None else cap * np.tanh(z / cap)
+    slope = 1.0 if cap is None else 1 - np.tanh(z / cap) ** 2
+    g = (out - y) * slope
+    return a, g, one_hot, g @ kernel.T @ hidden.T
+
+
+def gradient_by(a: Array, g: Array) -> Array:
+    return np.einsum("nsi,nso->io", a, g) / len(a)
+
+
+def check_projection(step: Any, tied: bool, A: Array, G: Array) -> None:
+    """Check A and G of the projection; tied weights exchange A and G."""
+    if tied:
+        check_factors(step.factors["tokens"], np.diagonal(G), A)
+    else:
+        check_factors(step.factors["reverse/tokens"], A, G)
+
+
+@pytest.mark.parametrize(
+    ("case", "sharing", "eager", "tied"),
+    [
+        ("functional", "expand", False, True),
+        ("functional", "expand", True, False),
+        ("inside a layer", "reduce", True, True),
+        ("inside a layer", "reduce", False, False),
+    ],
+)
+def test_factors_and_step(
+    case: str, sharing: str, eager: bool, tied: bool
+) -> None:
+    """Tied: the factors of the projection precondition the whole gradient.
+
+    Untied: lookups and projection have separate blocks.
+    """
+    model, x, y = language(case, tied)
+    a, g, one_hot, down = rows_of(model, x, y)
+    name = "embeddings" if tied else "reverse_embeddings"
+    index = list(weights_by_name(model)).index(name)
+    mean = gradient_by(a, g)
+    if tied:
+        mean = mean.T + gradient_by(one_hot, down)
+    assert_close(mean, keras_gradients(model, x, y)[index], 1e-5, "gradient")
+    step = train_once(
+        model,
+        x,
+        y,
+        solver="eigen",
+        damping=0.3,
+        weight_sharing=sharing,
+        eager=eager,
+    )
+    assert leftovers_of(model.optimizer) == {}
+    A, G = factors(a, g, sharing)
+    check_projection(step, tied, A, G)
+    paths = {"tokens", "hidden"}
+    if tied:
+        A, G = np.diag(np.diagonal(G)), A
+    else:
+        paths.add("reverse/tokens")
+        lookups = factors(one_hot, down, sharing)
+        diagonal = np.diagonal(lookups[0])
+        check_factors(step.factors["tokens"], diagonal, lookups[1])
+    assert set(step.factors) == paths
+    assert_close(step.delta[index], eigen_solve(mean, A, G, 0.3), 1e-4, "step")
+
+
+def test_untied_projection_without_lookups() -> None:
+    """The projection has a block; the lookup weights have no gradient."""
+    tokens = embedding(tie_weights=False)
+    inputs = keras.Input((TIME, WIDTH))
+    model = keras.Model(inputs, tokens(inputs, reverse=True))
+    randomize(model)
+    x = make_input("", (TIME, WIDTH), BATCH)
+    y = targets(model, x)
+    _, kernel = weights_of(model)
+    step = train_once(model, x, y)
+    a = x.astype(np.float64)
+    check_factors(step.factors["reverse/tokens"], *factors(a, a @ kernel - y))
+    assert not step.delta[0].any()
+
+
+def test_tied_weights_without_projection() -> None:
+    """An encoder whose embedding is not used in reverse."""
+    tokens = embedding(tie_weights=True)
+    inputs = keras.Input((TIME,), dtype="int32")
+    tokens(keras.Input((WIDTH,)), reverse=True)  # Not part of the model.
+    model = keras.Model(inputs, tokens(inputs))
+    randomize(model)
+    x = make_input("embedding", (TIME,), BATCH)
+    y = targets(model, x)
+    one_hot = np.eye(TOKENS)[x]
+    A, G = factors(one_hot, one_hot @ weights_of(model)[0] - y)
+    step = train_once(model, x, y)
+    check_factors(step.of("tokens"), np.diagonal(A), G)
+
+
+@pytest.mark.parametrize(
+    ("tie_weights", "sharing", "fraction"),
+    [(True, "reduce", 1.0), (False, "expand", 0.25)],
+)
+def test_soft_cap(tie_weights: bool, sharing: str, fraction: float) -> None:
+    """G is computed at the logits before the soft cap.
+
+    All examples are equal, so a subsample of the batch gives equal factors.
+    """
+    model, x, y = language("functional", tie_weights, logit_soft_cap=0.7)
+    x, y = np.repeat(x[:1], 8, 0), np.repeat(y[:1], 8, 0)
+    a, g, *_ = rows_of(model, x, y, 0.7)
+    step = train_once(
+        model, x, y, weight_sharing=sharing, factor_batch_fraction=fraction
+    )
+    check_projection(step, tie_weights, *factors(a, g, sharing))
+
+
+@pytest.mark.parametrize("tie_weights", [True, False])
+def test_padding_does_not_count(tie_weights: bool) -> None:
+    """Masked positions without loss do not count in any factor."""
+    model = functional(embedding(tie_weights, mask_zero=True))
+    randomize(model)
+    x = np.array([[1, 2, 0, 0, 0], [3, 1, 1, 2, 0], [5, 0, 0, 0, 0]], "int32")
+    keep = x != 0
+    y = targets(model, x)
+    a, g, one_hot, _ = rows_of(model, x, y)
+    weight = keep.astype("float32")
+    step = train_once(model, x, y, weight, loss=half_square_of_terms)
+    A, G = factors(a, g, keep=keep, terms=keep.size)
+    check_projection(step, tie_weights, A, G)
+    if not tie_weights:
+        frequencies = np.einsum("nsi,ns->i", one_hot, keep) / keep.sum()
+        assert_close(step.factors["tokens"]["A"], frequencies, 1e-6, "A")
+
+
+def half_square_of_terms(y_true: Any, y_pred: Any) -> Any:
+    """Half the squared distance of each position."""
+    return 0.5 * tf.reduce_sum(tf.square(y_pred - y_true), -1)

@@ -19,17 +19,10 @@ from tests.support.harness import assert_close, randomize, train_once
 from tests.support.layer_cases import make_input
 from tests.support.layer_models import per_example, targets
 from tests.support.summaries import bind, leftovers_of, sequential
-from tests.test_rooms import MODULES, imported
 from tfkfac.blocks.registry import NAMED_BLOCKS
 
 BATCH, WIDTH = 6, 5
 SHAPE = (4, WIDTH)
-
-
-def test_library_does_not_import_keras_hub() -> None:
-    for path in MODULES:
-        names = list(imported(path))
-        assert not [name for name in names if name.startswith("keras_hub")]
 
 
 class Rms(layers.Layer):

@@ -16,6 +16,7 @@ from tests.support.harness import (
     FACTOR_RTOL,
     assert_close,
     check_factors,
+    half_squared_error,
     keras_gradients,
     randomize,
     train_once,
@@ -23,43 +24,19 @@ from tests.support.harness import (
 )
 from tests.support.layer_cases import NORMS, PRELU, make_input
 from tests.support.layer_models import (
-    expected_factors,
-    expected_rows,
     one_layer,
     per_example,
     per_example_norm_gradients,
     problem,
     targets,
 )
-from tests.support.layer_views import view_of
-from tests.support.reference import append_one
+from tests.support.reference import append_one, factors
+from tests.support.summaries import sequential
 
 BATCH = 4
 
 
-# ---------------------------------------------------------- linear layers
-@pytest.mark.parametrize(
-    ("position", "activation", "eager"),
-    [
-        ("fused", "relu", False),
-        ("separate", "tanh", True),
-        ("none", None, True),
-    ],
-)
-def test_activation_position(
-    position: str, activation: str | None, eager: bool
-) -> None:
-    """G is computed before the activation, inside or after the layer."""
-    fused = activation if position == "fused" else None
-    layer = layers.Conv1D(3, 2, name="block", activation=fused)
-    after = activation if position == "separate" else None
-    model, x, y = problem(layer, (5, 2), BATCH, after)
-    view = view_of(layer)
-    a, g = expected_rows(view, weights_of(model), x, y, activation)
-    step = train_once(model, x, y, eager=eager)
-    check_factors(step.of("block"), *expected_factors(view, a, g, "expand"))
-
-
+# ------------------------------------------------------ separable layers
 @pytest.mark.parametrize(
     ("sharing", "rank", "options", "shape"),
     [
@@ -78,12 +55,10 @@ def test_separable(
         one_layer(
             separable(3, 3, activation="tanh", name="both", **options), shape
         ),
-        keras.Sequential(
-            [
-                keras.Input(shape),
-                depthwise(3, use_bias=False, name="first", **options),
-                pointwise(3, 1, activation="tanh", name="second"),
-            ]
+        sequential(
+            depthwise(3, use_bias=False, name="first", **options),
+            pointwise(3, 1, activation="tanh", name="second"),
+            shape=shape,
         ),
     ]
     models[1].set_weights(models[0].get_weights())
@@ -191,3 +166,103 @@ def test_prelu_as_activation_of_a_layer() -> None:
     assert_close(step.of("slopes")["G"], G, 1e-5, "G of the slopes")
     G = biases.T @ biases / BATCH
     assert_close(step.of("dense")["G"], G, 1e-5, "G of the layer")
+
+
+# ------------------------------------------------------------ rows without loss
+def test_sample_weights_per_output() -> None:
+    """The rows of a head count where its own loss has a nonzero weight."""
+    inputs = keras.Input((3,))
+    heads = [layers.Dense(2, name=f"head_{i}") for i in range(2)]
+    model = keras.Model(inputs, [head(inputs) for head in heads])
+    randomize(model)
+    x = make_input("", (3,), 5)
+    y = list(np.random.default_rng(5).normal(size=(2, 5, 2)).astype("float32"))
+    weights = [
+        np.array([1, 0, 1, 0, 2], "float32"),
+        np.array([0, 1, 1, 0, 1], "float32"),
+    ]
+    a = append_one(x.astype(np.float64))
+    want = {}
+    for head, target, weight in zip(heads, y, weights, strict=True):
+        g = (a @ np.vstack(weights_of(head)) - target) * weight[:, None]
+        keep = (weight > 0)[:, None]
+        want[head.name] = factors(a[:, None], g[:, None], keep=keep)
+    step = train_once(
+        model, x, y, sample_weight=weights, loss=[half_squared_error] * 2
+    )
+    for name, (A, G) in want.items():
+        check_factors(step.of(name), A, G)
+
+
+MASK = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 0]], bool)
+
+
+def test_valid_positions_without_gradient_still_count() -> None:
+    """With a mask, a position with a dead unit counts."""
+    layer = layers.Dense(1, activation="relu", name="block")
+    inputs = keras.Input((3, 4))
+    model = keras.Model(inputs, layer(layers.Masking()(inputs)))
+    randomize(model)
+    x = make_input("", (3, 4), 4) * MASK[..., None]
+    y = targets(model, x)
+    a = append_one(x.astype(np.float64))
+    out = np.maximum(a @ np.vstack(weights_of(model)), 0)
+    # The square of one feature is twice the negative log-likelihood.
+    g = (out - y) * (out > 0) * MASK[..., None]
+    assert 0 < np.count_nonzero(g) < MASK.sum()
+    step = train_once(model, x, y, loss="mse")
+    want = factors(a, g, keep=MASK, terms=MASK.sum())
+    check_factors(step.of("block"), *want)
+
+
+def test_mask_that_the_loss_ignores() -> None:
+    """Padded positions whose outputs enter the loss count."""
+    layer = layers.Dense(2, name="block")
+    inputs = keras.Input((3, 4))
+    masked = layer(layers.Masking()(inputs))
+    # The reshape drops the mask but keeps the padded positions.
+    flat_rows = keras.ops.reshape(masked * 1.0, (-1, 6))
+    model = keras.Model(inputs, flat_rows)
+    randomize(model)
+    x = make_input("", (3, 4), 4) * MASK[..., None]
+    y = targets(model, x)
+    a = append_one(x.astype(np.float64))
+    g = a @ np.vstack(weights_of(model)) - y.reshape(4, 3, 2)
+    step = train_once(model, x, y)
+    check_factors(step.of("block"), *factors(a, g))
+
+
+def test_batch_folded_into_positions() -> None:
+    """A layer sees positions as examples; the loss has the real batch."""
+    layer = layers.Dense(2, name="block")
+    inputs = keras.Input((3, 4))
+    rows = layer(keras.ops.reshape(inputs, (-1, 4)))
+    model = keras.Model(inputs, keras.ops.reshape(rows, (-1, 3, 2)))
+    randomize(model)
+    x = make_input("", (3, 4), BATCH)
+    y = targets(model, x)
+    weight = np.array([1, 0, 2, 1], "float32")
+    a = append_one(x.astype(np.float64))
+    g = a @ np.vstack(weights_of(model)) - y
+    g = g * weight[:, None, None]
+    keep = np.repeat(weight[:, None] > 0, 3, axis=1)
+    step = train_once(model, x, y, weight, eager=False)
+    check_factors(step.of("block"), *factors(a, g, keep=keep))
+
+
+def test_positions_without_gradient_count() -> None:
+    """All rows count without a mask, even if the loss uses the last only."""
+    layer = layers.Dense(2, activation="relu", name="block")
+    inputs = keras.Input((3, 4))
+    model = keras.Model(inputs, layer(inputs)[:, -1])
+    randomize(model)
+    x = make_input("", (3, 4), 12)
+    y = targets(model, x)
+    a = append_one(x.astype(np.float64))
+    out = np.maximum(a @ np.vstack(weights_of(model)), 0)
+    g = (out - y[:, None]) * (out > 0)
+    assert not g[:, -1].all()  # dead units
+    g[:, :-1] = 0
+    weight = np.ones(12, "float32")
+    step = train_once(model, x, y, weight, weight_sharing="reduce")
+    check_factors(step.of("block"), *factors(a, g, "reduce"))
