@@ -1,16 +1,25 @@
-"""Records of taps, and derivatives through taps."""
+"""Records of taps, derivatives through taps, and gradients of two losses."""
 
 import gc
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
 import tfkfac
-from tests.support.harness import assert_close
-from tests.support.reference import append_one
+from tests.support.harness import (
+    assert_close,
+    check_factors,
+    find,
+    randomize,
+    weights_of,
+)
+from tests.support.reference import append_one, factors
 from tests.support.small import (
+    FEATURES,
     ROWS,
     assert_same,
     compiled_mlp,
@@ -19,6 +28,7 @@ from tests.support.small import (
     gradients_of,
     loss,
     mlp,
+    summary_text,
 )
 
 X, Y = data()
@@ -112,3 +122,120 @@ def test_gradient_penalty_trains() -> None:
     # The inputs are counted twice; their mean does not change.
     got = optimizer.factors()["hidden"]["A"]
     assert_close(got, a.T @ a / ROWS, 1e-5)
+
+
+# -------------------------------------------- two gradients of one forward pass
+RNG = np.random.default_rng(0)
+INPUTS = RNG.normal(size=(6, 3)).astype("float32")
+TARGETS = RNG.normal(size=(2, 6, 2)).astype("float32")
+
+
+def run(applied: Any, eager: bool, layer: Any) -> Any:
+    """Run a step with a weighted sum of the gradients of two losses."""
+    model = keras.Sequential([keras.Input((3,)), layer])
+    randomize(model)
+    optimizer = tfkfac.KFAC(keras.optimizers.SGD(0.0)).attach(model)
+
+    def step() -> None:
+        with tf.GradientTape(persistent=True) as tape:
+            outputs = model(INPUTS, training=True)
+            losses = [
+                tf.reduce_sum(tf.square(outputs - y)) / (2 * len(INPUTS))
+                for y in TARGETS
+            ]
+        variables = model.trainable_variables
+        values = [v.value for v in variables]
+        grads = [tape.gradient(loss, values) for loss in losses]
+        optimizer.apply(
+            [
+                sum(w * g for w, g in zip(applied, both, strict=True))
+                for both in zip(*grads, strict=True)
+            ],
+            variables,
+        )
+
+    (step if eager else tf.function(step))()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("applied", "counted", "eager"),
+    [
+        # Weights of the two gradients in the applied gradient, and in G.
+        ((1, 1), (1, 1), False),
+        ((1, 0), (1, 0), True),
+        ((0, 1), (0, 1), True),
+        # Scaled as by clipping.
+        ((0.1, 0.1), (1, 1), True),
+        ((0, 0.1), (0, 1), False),
+    ],
+)
+def test_factors_use_the_applied_gradient(
+    applied: Any, counted: Any, eager: bool
+) -> None:
+    layer = layers.Dense(2, name="block")
+    optimizer = run(applied, eager, layer)
+    a = append_one(INPUTS.astype(np.float64))
+    out = a @ np.vstack(weights_of(layer))
+    g = sum(w * (out - y) for w, y in zip(counted, TARGETS, strict=True))
+    want = factors(a[:, None], g[:, None])
+    check_factors(find(optimizer.factors(), "block"), *want)
+
+
+def test_warning_for_another_gradient(capfd: Any) -> None:
+    """There is no warning if the tape computed a single gradient."""
+    optimizer = run((1, -3), True, layers.Dense(2, name="block"))
+    message = "tfkfac: block: the applied gradient is neither"
+    assert message in capfd.readouterr().err
+    assert "gradients of other passes in block: 1" in summary_text(optimizer)
+    model = mlp()
+    optimizer = tfkfac.KFAC(step="natural").attach(model)
+    gradients = gradients_of(model, *data())
+    optimizer.apply([tf.ones_like(g) for g in gradients], model.weights)
+    assert "tfkfac" not in capfd.readouterr().err
+
+
+# --------------------------------------------------------- adversarial networks
+BCE = keras.losses.BinaryCrossentropy(from_logits=True)
+NOISE = np.random.default_rng(3).normal(size=(ROWS, 2)).astype("float32")
+
+
+@pytest.mark.parametrize("generator_first", [False, True])
+def test_two_tapes_over_one_forward_pass(generator_first: bool) -> None:
+    """As in TensorFlow's GAN tutorial: two gradients, then two steps."""
+    keras.utils.set_random_seed(0)
+    maker = layers.Dense(FEATURES, name="maker")
+    judge = layers.Dense(1, name="judge")
+    generator = keras.Sequential([keras.Input((2,)), maker])
+    critic = keras.Sequential([keras.Input((FEATURES,)), judge])
+    of_generator = tfkfac.KFAC(step="natural").attach(generator)
+    of_critic = tfkfac.KFAC(step="natural").attach(critic)
+    (kernel, bias), (v, c) = weights_of(generator), weights_of(critic)
+    fakes = NOISE @ kernel + bias
+    real_score = 1 / (1 + np.exp(-(X @ v + c)))
+    fake_score = 1 / (1 + np.exp(-(fakes @ v + c)))
+
+    def step() -> None:
+        with tf.GradientTape() as tape_1, tf.GradientTape() as tape_2:
+            fake, real = critic(generator(NOISE)), critic(X)
+            for_generator = BCE(tf.ones_like(fake), fake)
+            for_critic = BCE(tf.ones_like(real), real)
+            for_critic += BCE(tf.zeros_like(fake), fake)
+        tasks = [
+            (tape_1, for_generator, generator.trainable_weights),
+            (tape_2, for_critic, critic.trainable_weights),
+        ]
+        order = (0, 1) if generator_first else (1, 0)
+        gradients = {i: tasks[i][0].gradient(*tasks[i][1:]) for i in order}
+        of_generator.apply(gradients[0], generator.trainable_weights)
+        of_critic.apply(gradients[1], critic.trainable_weights)
+
+    (tf.function(step) if generator_first else step)()
+    # The critic has two calls per step; their statistics are averaged.
+    a = append_one(np.concatenate([X, fakes]))
+    g = np.concatenate([real_score - 1, fake_score])
+    block = of_critic.factors()["judge"]
+    check_factors(block, a.T @ a / (2 * ROWS), g.T @ g / ROWS)
+    g = (fake_score - 1) @ v.T
+    block = of_generator.factors()["maker"]
+    assert_close(block["G"], g.T @ g / ROWS, 1e-5, "G of the generator")

@@ -10,7 +10,7 @@ import pytest
 from keras import layers
 
 import tfkfac
-from tests.support.small import CLASSES, FEATURES, Scale, data, kfac_of, loss
+from tests.support.small import CLASSES, FEATURES, data, kfac_of, loss
 from tests.support.summaries import bind, blocks_of, leftovers_of, sequential
 
 X, Y = data()
@@ -18,11 +18,6 @@ SEQUENCE = (4, FEATURES)
 
 
 # ---------------------------------------------------------- what is left out
-class Doubled(layers.Dense):
-    """Dense layer that overrides `call`."""
-
-    def call(self, x: Any, training: Any = None) -> Any:
-        return 2 * super().call(x)
 
 
 class DoubledTimes(layers.TimeDistributed):
@@ -152,14 +147,6 @@ LEFT: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
         named("adapted", "bias lora_kernel_a lora_kernel_b", "LoRA weights"),
     ),
     "quantized": (quantized, {"small:bias": "quantized weights"}),
-    "subclass that overrides call": (
-        lambda: sequential(layers.Dense(3), Doubled(2, name="double")),
-        named("double", "kernel bias", "no block for Doubled"),
-    ),
-    "custom layer": (
-        lambda: sequential(Scale(name="scale"), layers.Dense(2)),
-        {"scale:gain": "no block for Scale"},
-    ),
     "weight of the model": (
         model_weight,
         {"(model):shift": "no block for Biased"},

@@ -1,6 +1,6 @@
-"""Taps do not change the model, and are removed with their owners."""
+"""Taps do not change the model, end with their owners, and find late layers."""
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -16,6 +16,7 @@ from tests.support.small import (
     CLASSES,
     FEATURES,
     ROWS,
+    LateBuilt,
     assert_same,
     compiled_mlp,
     data,
@@ -23,6 +24,7 @@ from tests.support.small import (
     kfac_of,
     loss,
     mlp,
+    unbuilt_sequential,
 )
 
 X, Y = data()
@@ -49,15 +51,6 @@ def test_compile_changes_nothing_of_the_model() -> None:
     assert_same(everything(model), before)
 
 
-def test_export_is_untouched(tmp_path: Path) -> None:
-    model = compiled_mlp()
-    model.train_on_batch(X, Y)
-    model.export(tmp_path / "model", verbose=False)
-    exported = tf.saved_model.load(str(tmp_path / "model"))
-    want = model.predict(X, verbose=0)
-    np.testing.assert_allclose(exported.serve(X), want, rtol=1e-6, atol=1e-6)
-
-
 def test_activation_is_restored_after_a_call() -> None:
     """Also if the activation or the layer raises."""
     broken = False
@@ -81,30 +74,6 @@ def test_activation_is_restored_after_a_call() -> None:
     assert int(kfac_of(model).factor_updates) == 2
 
 
-def test_user_overrides_are_restored() -> None:
-    """A tap wraps a user's override of `call` and does not remove it."""
-    model = mlp()
-    layer = model.layers[0]
-    original, calls = layer.call, []
-
-    def call(x: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return original(x, **kwargs)
-
-    object.__setattr__(layer, "call", call)
-
-    def compute_loss(x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
-        return tf.reduce_mean(tf.square(y_pred))
-
-    object.__setattr__(model, "compute_loss", compute_loss)
-    model.compile(tfkfac.KFAC(step="natural"), loss(), run_eagerly=True)
-    model.train_on_batch(X, Y)
-    assert calls == [1]
-    model.compile("sgd", loss())
-    assert layer.call is call
-    assert model.compute_loss is compute_loss
-
-
 def test_input_as_a_keyword() -> None:
     class Keywords(keras.Model):
         def __init__(self) -> None:
@@ -123,3 +92,67 @@ def test_input_as_a_keyword() -> None:
     x = (X - X.mean(0)) / np.sqrt(X.var(0) + 1e-3)
     a = append_one(x)
     assert_close(blocks["logits"]["A"], a.T @ a / ROWS, 1e-4, "A")
+
+
+# --------------------------------------- models that are built, or called, late
+class LateBlock(layers.Layer):
+    """A container layer that creates its layers in `build`."""
+
+    def build(self, shape: Any) -> None:
+        self.hidden = layers.Dense(5, activation="tanh", name="hidden")
+        self.hidden.build(shape)
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        return self.hidden(x)
+
+
+def nested_unbuilt() -> Any:
+    inner = keras.Sequential([LateBlock(name="block")], name="inner")
+    return keras.Sequential([inner, layers.Dense(CLASSES, name="logits")])
+
+
+@pytest.mark.parametrize(
+    ("build", "eager"), [(LateBuilt, True), (nested_unbuilt, False)]
+)
+def test_unbuilt_models(build: Callable[[], Any], eager: bool) -> None:
+    """Layers that are created in the first step are tapped."""
+    keras.utils.set_random_seed(0)
+    model = build()
+    optimizer = tfkfac.KFAC(0.0, factor_update_interval=1)
+    model.compile(optimizer, loss(), run_eagerly=eager)
+    model.train_on_batch(X, Y)
+    twin = compiled_mlp(0.0, factor_update_interval=1, eager=True)
+    twin.set_weights(model.get_weights())
+    twin.train_on_batch(X, Y)
+    got, want = optimizer.factors(), kfac_of(twin).factors()
+    assert [p.rsplit("/")[-1] for p in got] == ["hidden", "logits"]
+    for block, flat in zip(got.values(), want.values(), strict=True):
+        for name in ("A", "G"):
+            assert flat[name].any()
+            assert_close(block[name], flat[name], 1e-5, name)
+
+
+def test_model_whose_call_is_never_used() -> None:
+    """The train step of an autoencoder may call only its submodels."""
+
+    class Parts(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = unbuilt_sequential()
+            self.decoder = keras.Sequential([layers.Dense(FEATURES)])
+
+        def train_step(self, x: Any) -> dict[str, Any]:
+            with tf.GradientTape() as tape:
+                error = self.decoder(self.encoder(x)) - x
+                value = tf.reduce_mean(tf.square(error))
+            weights = self.trainable_weights
+            self.optimizer.apply(tape.gradient(value, weights), weights)
+            return {"error": value}
+
+    model = Parts()
+    model.compile(tfkfac.KFAC(0.02), run_eagerly=True)
+    model.fit(X, verbose=0)
+    blocks = kfac_of(model).factors()
+    assert len(blocks) == 3
+    assert all(block["G"].any() for block in blocks.values())
