@@ -1,10 +1,8 @@
-"""Directional curvature against dense matrices in NumPy."""
+"""Gauss-Newton form and directional curvature against dense matrices."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import keras
 import numpy as np
@@ -12,22 +10,22 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-import tfkfac
+from tests.support.curvature_models import (
+    differences,
+    noise,
+    ready,
+    split,
+    weight_count,
+)
 from tests.support.dtypes import floats
 from tests.support.harness import randomize
 from tests.support.reference import Array
-from tests.support.strategies import strategy
 from tests.support.summaries import sequential
-from tests.support.training import dataset
 from tfkfac.blocks.statistics import Examples, Subsample
-from tfkfac.capture.model_taps import ForwardCall, ForwardTap
-from tfkfac.compat.graphs import Sum, state_variable
+from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.curvature.directional import LossInputs, directional_curvature
-from tfkfac.distributed.collectives import differentiable_sum
-from tfkfac.kfac import optimizer as optimizers
-from tfkfac.kfac.method import KFACMethod
+from tfkfac.curvature.gauss_newton import gauss_newton_form
 from tfkfac.loss.batch import training_call
-from tfkfac.training.step import Step
 
 ROWS, FEATURES, OUTPUTS = 12, 4, 3
 RNG = np.random.default_rng(0)
@@ -202,91 +200,6 @@ def test_regularizers_count_once_over_replicas() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-# Rows of two workers, and the number of directions.
-SHARES, DIRECTIONS = [[0, 1, 2, 3, 4], [5, 6, 7]], 2
-
-
-class MeasuringMethod(KFACMethod):
-    """Measures the curvature along fixed directions before each step."""
-
-    def attach(self, job: Any) -> None:
-        super().attach(job)
-        ForwardTap.open(job.model)
-
-    def create(self) -> Any:
-        self.forms = self.job.for_each(
-            lambda rank: state_variable(
-                tf.zeros([DIRECTIONS] * 2), tf.float64, "forms"
-            )
-        )
-        return super().create()
-
-    def run(self, step: Step) -> None:
-        model, group = step.job.model, step.group
-        calls = ForwardTap.open(model).pop_items()
-        weights = model.trainable_variables
-        rng = np.random.default_rng(1)
-        directions = [
-            [tf.constant(rng.normal(size=v.shape)) for v in weights]
-            for _ in range(DIRECTIONS)
-        ]
-        total: Sum = tf.identity
-        if group.size > 1:
-            total = functools.partial(differentiable_sum, group)
-        form = directional_curvature(
-            model,
-            LossInputs.of(model, step.batch, step.loss, calls),
-            weights,
-            directions,
-            step.loss.unit,
-            total,
-            group.size,
-        )
-        (form,) = group.all_reduce([form])
-        self.job.local_state(self.forms).assign(form)
-        super().run(step)
-
-
-def measure() -> list[Array]:
-    """Return the curvature on each local replica, of an uneven batch."""
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(8, 4)), rng.integers(0, 3, 8)
-    with floats("float64"):
-        measuring = mock.patch.object(optimizers, "KFACMethod", MeasuringMethod)
-        with measuring, strategy().scope():
-            optimizer = tfkfac.KFAC(step="natural")
-            keras.utils.set_random_seed(0)
-            model = keras.Sequential(
-                [
-                    keras.Input((4,)),
-                    layers.Dense(5, kernel_regularizer="l2"),
-                    layers.BatchNormalization(synchronized=True),
-                    layers.Activation("tanh"),
-                    layers.Dense(3),
-                ]
-            )
-            model.compile(
-                optimizer,
-                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            )
-        shares = SHARES
-        if strategy().num_replicas_in_sync == 1:
-            shares = [[*range(8)]]
-        model.fit(dataset((x, y), [shares]), steps_per_epoch=1, verbose=0)
-    return [np.array(v) for v in model.optimizer.method.forms]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["two", "mirrored"])
-def test_several_workers(on_workers: Any, where: str) -> None:
-    """The sum over the workers is the curvature in one process."""
-    (alone,) = measure()
-    assert np.linalg.eigvalsh(alone).min() > 0
-    for replicas in on_workers(where, measure):
-        for got in replicas:
-            np.testing.assert_allclose(got, alone, rtol=1e-6)
-
-
 N = 8
 SEPARATE = {
     "rows": (True, [tf.ones([N, 3]), tf.ones([N])]),
@@ -326,16 +239,44 @@ def test_related_examples_stay_together(name: str, known: bool) -> None:
     assert {float(share) for share in shares} <= {4.0 if separate else 1.0}
 
 
-def test_known_sizes_stay_known() -> None:
-    """So a model that needs another batch size fails when it is traced."""
-    sizes = []
+# ------------------------------------------------------------------------- form
+DIRECTIONS = 3
+LAYERS = (
+    "conv_strides", "batch", "lstm", "attention", "embedding", "dropout",
+    "kernel_regularizer",
+)  # fmt: skip
 
-    def select(x: Any) -> None:
-        inputs = LossInputs(ForwardCall((x,), {}, None), {}, (), [])
-        part = Subsample(0.25, tf.constant(0, tf.int64))
-        selected = inputs.select(lambda size: Examples(size, part)).call.args[0]
-        tf.debugging.assert_shapes([(selected, (N // 4, 3))])
-        sizes.append(tf.reshape(selected, [-1, 3]).shape)
 
-    tf.function(select)(tf.ones([N, 3]))
-    assert sizes[0][0] == N // 4
+def form(model: Any, vectors: Array, x: Any, y: Any) -> Array:
+    """`gauss_newton_form` with the rows of a matrix as directions."""
+    variables = model.trainable_variables
+
+    @tf.function(autograph=False)
+    def compute() -> Any:
+        return gauss_newton_form(
+            model,
+            training_call(model, x),
+            {"x": x, "y": y},
+            variables,
+            [tf.identity(v.value) for v in variables],
+            [[tf.constant(p) for p in split(model, v)] for v in vectors],
+        )
+
+    return np.asarray(compute())
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_every_layer(case: str) -> None:
+    """For the mean squared error: `2 / (B D)` times products of tangents."""
+    with floats("float64"):
+        model, x, y = ready(case)
+        vectors = noise(DIRECTIONS, weight_count(model))
+        before = [np.array(v) for v in model.variables]
+        got = form(model, vectors, x, y)
+        for v, old in zip(model.variables, before, strict=True):
+            np.testing.assert_array_equal(np.asarray(v), old)
+        tangents = differences(
+            model, lambda: np.asarray(model(x, training=True)), vectors, 1e-6
+        ).reshape(DIRECTIONS, -1)
+    want = 2 / tangents.shape[1] * tangents @ tangents.T
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-8)

@@ -1,7 +1,9 @@
-"""`hessian_vector_product`: values, forms, model changes and errors."""
+"""`hessian_vector_product`: values, forms, unchanged state and errors."""
 
 import functools
+import gc
 import pathlib
+import weakref
 from typing import Any
 
 import keras
@@ -25,7 +27,14 @@ from tests.support.curvature_models import (
 )
 from tests.support.harness import assert_close, randomize
 from tests.support.reference import Array
-from tests.support.small import loss
+from tests.support.small import (
+    assert_same,
+    compiled_mlp,
+    data,
+    everything,
+    loss,
+)
+from tests.support.summaries import sequential
 from tfkfac.curvature import hessian_vector_product, lanczos
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "fosi_mlp.npz"
@@ -36,12 +45,10 @@ def test_oracle() -> None:
     """Products with the model's Hessian, and its extreme eigenpairs."""
     with np.load(DATA) as file:
         want = {k: file[k] for k in file.files}
-    model = keras.Sequential(
-        [
-            keras.Input((10,)),
-            layers.Dense(16, activation="tanh", name="dense_1"),
-            layers.Dense(3, name="dense_2"),
-        ]
+    model = sequential(
+        layers.Dense(16, activation="tanh", name="dense_1"),
+        layers.Dense(3, name="dense_2"),
+        shape=(10,),
     )
     for layer in model.layers:
         keys = [f"weights0/{layer.name}/{k}" for k in ("kernel", "bias")]
@@ -262,3 +269,73 @@ def test_loss_without_names() -> None:
     product = hessian_vector_product(model, x, x[:, :1], np.ones([3, 1]))
     expected = 4 / len(x) * x.T @ x @ np.ones([3, 1])
     np.testing.assert_allclose(product, expected, rtol=1e-5)
+
+
+# --------------------------------------------------------- what stays unchanged
+def stateful() -> tuple[Any, Any, Any]:
+    """A model with moving averages, seeds, metrics and slots, not trained."""
+    keras.utils.set_random_seed(0)
+    x = keras.Input((3,))
+    h = layers.Dense(4, activity_regularizer="l2")(x)
+    h = layers.Dropout(0.3)(layers.BatchNormalization()(h))
+    outputs = {n: layers.Dense(3, name=n)(h) for n in ("a", "b")}
+    model = keras.Model(x, outputs)
+    model.compile(
+        keras.optimizers.Adam(0.1),
+        {"a": "mse", "b": loss()},
+        loss_weights={"a": 0.3, "b": 2.0},
+        metrics={"b": ["accuracy"]},
+    )
+    y = {"a": noise(ROWS, 3), "b": np.arange(ROWS) % 3}
+    return model, inputs((3,)), y
+
+
+def state(model: Any) -> dict[str, Array]:
+    variables = [*model.variables, *model.metrics_variables]
+    variables += model.optimizer.variables
+    return {f"{i} {v.path}": np.array(v) for i, v in enumerate(variables)}
+
+
+def test_training_is_unchanged() -> None:
+    """The first product runs before the first step."""
+    results = []
+    for with_products in (False, True):
+        model, x, y = stateful()
+        logs = []
+        for _ in range(2):
+            if with_products:
+                vectors = noise(weight_count(model))
+                before = state(model)
+                hessian_vector_product(model, x, y, vectors)
+                if logs:  # The first step creates all variables.
+                    assert_same(state(model), before)
+            logs.append(model.train_on_batch(x, y, return_dict=True))
+        results.append((logs, state(model)))
+    for part in ("seed_generator", "moving_mean", "accuracy", "a_loss", "adam"):
+        assert any(part in name for name in before), part
+    assert results[0][0] == results[1][0]
+    np.testing.assert_equal(*([*after.values()] for _, after in results))
+
+
+def test_kfac_training_is_unchanged() -> None:
+    x, y = data()
+    results = []
+    for with_products in (False, True):
+        model = compiled_mlp(eager=True)
+        for _ in range(2):
+            if with_products:
+                vector = noise(weight_count(model))
+                hessian_vector_product(model, x, y, vector)
+            model.train_on_batch(x, y)
+        results.append(everything(model))
+    assert_same(results[1], results[0])
+
+
+def test_model_is_garbage_collected() -> None:
+    model, x, y = ready()
+    hessian_vector_product(model, x, y, noise(weight_count(model)))
+    reference = weakref.ref(model)
+    del model
+    keras.backend.clear_session()
+    gc.collect()
+    assert reference() is None

@@ -13,7 +13,6 @@ from tfkfac.distributed.plan import (
     LayerPlan,
     Shapes,
     assign,
-    cost,
     gradient_workers,
     plan_layers,
 )
@@ -129,12 +128,6 @@ def makespan(costs: list[int], chosen: Sequence[int], workers: int) -> int:
     for piece, worker in zip(costs, chosen, strict=True):
         loads[worker] += piece
     return max(loads)
-
-
-def test_cost() -> None:
-    costs = {(10, 10): (1000, 100), (4, 10, 10): (4000, 400), (10,): (10, 10)}
-    for shape, both in costs.items():
-        assert (cost(shape, "compute"), cost(shape, "memory")) == both
 
 
 class TestAssign:

@@ -1,4 +1,4 @@
-"""Broadcasts of items from the owners to the workers that need them."""
+"""Broadcasts from owners to the workers that need them; roles of replicas."""
 
 import math
 from typing import Any
@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.lockstep import run_together
-from tfkfac.distributed import collectives
 from tfkfac.distributed.collectives import (
+    Communicator,
     Item,
     all_reduce_bytes,
     broadcast_items,
-    rounds,
 )
+from tfkfac.distributed.topology import assign_roles
 
 WORKERS = 3
 
@@ -68,16 +68,48 @@ def test_members_get_what_the_root_has(sent: list[Item]) -> None:
         )
 
 
-def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages of two scalars: the first of each sender, then the second."""
-    monkeypatch.setattr(collectives, "BUCKET_BYTES", 8)
-    spec = tf.TensorSpec([1])
-    sent = [Item(i, "x", spec, i % 2, (0, 1)) for i in range(7)]
-    result = [[item.layer for item in group] for group in rounds(sent)]
-    assert result == [[0, 2, 1, 3], [4, 6, 5]]
-
-
 def test_ring_all_reduce() -> None:
     """Each worker receives 2 (P - 1) / P of the data."""
     sizes = (100, 1), (100, 2), (100, 4), (10, 3), (0, 4)
     assert [all_reduce_bytes(*x) for x in sizes] == [0, 100, 150, 13, 0]
+
+
+# ------------------------------------------------------------------------ roles
+REPLICAS = st.integers(1, 64)
+FRACTIONS = st.floats(0, 1, exclude_max=True)
+
+
+@given(REPLICAS, FRACTIONS)
+def test_every_replica_has_one_role(replicas: int, fraction: float) -> None:
+    """The last replicas are accelerators, a given fraction."""
+    try:
+        roles = assign_roles(replicas, fraction)
+    except ValueError:
+        rounded = int(fraction * replicas + 0.5)
+        assert rounded in (0, replicas)
+        assert fraction > 0
+        return
+    assert roles.workers + roles.accelerators == tuple(range(replicas))
+    assert roles.workers
+    assert bool(roles.accelerators) == (fraction > 0)
+    assert abs(len(roles.accelerators) - fraction * replicas) <= 0.5
+    for rank in range(replicas):
+        assert roles.trains(rank) == (rank in roles.workers)
+
+
+def test_roles_of_few_replicas() -> None:
+    """A half is rounded up, and no role may be empty."""
+    assert assign_roles(3, 0.5).accelerators == (1, 2)
+    for fraction, missing in ((0.12, "accelerator"), (0.9, "worker")):
+        words = f"Argument `accelerator_fraction` .*no {missing}.*={fraction}"
+        with pytest.raises(ValueError, match=words):
+            assign_roles(4, fraction)
+
+
+def test_ranks_within_a_group() -> None:
+    """Sub-groups keep the token, which orders all collectives."""
+    token = tf.Variable(0.0)
+    for rank, place in [(2, 0), (4, 2)]:
+        part = Communicator(rank, 5, "scope", token=token).among((2, 3, 4))
+        assert (part.rank, part.size) == (place, 3)
+        assert part._token is token
