@@ -16,7 +16,6 @@ from tests.support.fosi_reference import (
     FEATURES,
     HIDDEN,
     ROWS,
-    SIZE,
     Fosi,
     Network,
     Record,
@@ -67,8 +66,7 @@ def test_warmup_is_the_inner_optimizer(inner: str) -> None:
         paths.append(fit(model, x, y, 7))
         paths.append([np.array(v) for v in model.optimizer.variables])
     np.testing.assert_array_equal(paths[2], paths[0])
-    for got, want in zip(paths[3], paths[1], strict=True):
-        np.testing.assert_array_equal(got, want)
+    np.testing.assert_equal(paths[3], paths[1])
     assert len(np.unique(paths[0], axis=0)) > 3
 
 
@@ -173,34 +171,6 @@ def momentum_of(optimizer: Any) -> Array:
     return np.concatenate([np.ravel(b) for b in momenta])
 
 
-def test_momentum_stays_out_of_new_directions() -> None:
-    """With alpha = 0, no weight moves along V (Nesterov momentum, `s`).
-
-    In float32; the momentum begins before the first estimation.
-    """
-    x, y = data()
-    model = mlp()
-    options = {"num_smallest": 1, "learning_rate_clip": 2.0}
-    optimizer = fosi(SGD(0.1, 0.9, True), alpha=0.0, **options)
-    model.compile(optimizer, loss())
-    before, seen = flat(model), set()
-    for count in range(10):
-        model.train_on_batch(x, y)
-        change, before = flat(model) - before, flat(model)
-        length = np.linalg.norm(change)
-        assert length > 1e-3
-        if count < 2:
-            continue
-        rows = optimizer.method.states[0].subspace.directions.numpy()
-        rounding = 3e-7 * np.abs(before).max()
-        np.testing.assert_allclose(rows @ change, 0, atol=rounding)
-        # The stored momentum still has a component along V.
-        slots = momentum_of(optimizer)
-        assert np.abs(rows @ slots).max() > 1e-2 * np.linalg.norm(slots)
-        seen.add(rows.tobytes())
-    assert len(seen) == 3
-
-
 @pytest.mark.slow
 def test_gradients_of_some_weights_between(double: None) -> None:
     """Some weights without gradient: the momentum along V is projected anew."""
@@ -209,7 +179,6 @@ def test_gradients_of_some_weights_between(double: None) -> None:
     optimizer = fosi(SGD(0.1, 0.9))
     model.compile(optimizer, loss())
     weights = model.trainable_variables
-    start, path = flat(model), [flat(model)]
     optimizer.build(weights)
 
     @tf.function
@@ -221,35 +190,8 @@ def test_gradients_of_some_weights_between(double: None) -> None:
 
     for count in range(10):
         train((2, 3) if count % 3 == 1 else (0, 1, 2, 3))
-        path.append(flat(model))
         subspace = optimizer.method.states[0].subspace
         inside = subspace.directions.numpy() @ momentum_of(optimizer)
         known = subspace.inner_momentum.numpy()
         np.testing.assert_allclose(known, inside, atol=1e-14)
         assert count < 2 or np.abs(inside).max() > 1e-4
-    network = Network(x, y)
-    # The hidden layer is frozen in a third of the steps.
-    hidden = np.arange(SIZE) < SIZE - (HIDDEN + 1) * CLASSES
-
-    def mask() -> Array:
-        return ~(hidden & (program.number % 3 == 1))
-
-    def gradient(w: Array) -> Array:
-        return mask() * network.gradient(w)
-
-    def rule(g: Array, w: Array, slots: dict[str, Array], t: int) -> Array:
-        old = slots.get("v", np.zeros_like(g))
-        slots["v"] = np.where(mask(), 0.9 * old - 0.1 * g, old)
-        return mask() * slots["v"]
-
-    last = start
-
-    def finish(w: Array, t: int) -> Array:
-        nonlocal last
-        last = np.where(mask(), w, last)
-        return last
-
-    program = Fosi(rule, finish=finish)
-    want = program.run(gradient, network.hessian, start, 10)
-    assert program.estimated == [2, 5, 8]
-    assert_path(np.stack(path), want, 1e-6)

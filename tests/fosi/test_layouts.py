@@ -129,51 +129,12 @@ def test_projections(
 
 
 # ------------------------------------------------------------ new directions
-@names
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize(
-    "inner",
-    [
-        InnerTraits(),
-        InnerTraits(accumulates=True),
-        InnerTraits(has_momentum=True),
-    ],
-)
-def test_new_directions(name: str, workers: int, inner: InnerTraits) -> None:
-    """`replace` projects the momenta on the new directions."""
-    size = 23
-    layout = layout_of(name, size, 3, workers)
-    old, new = basis(3, size), basis(3, size, seed=1)
-    momentum, of_sgd = numbers(3), numbers(size)
-    given = tf.constant(of_sgd) if inner.has_momentum else None
-
-    def work(group: Any) -> list[Array]:
-        rank = group.rank
-        subspace = Subspace(layout, inner, rank)
-        subspace.directions.assign(block_of(layout, old, rank))
-        subspace.momentum.assign(
-            layout.local_values(tf.constant(momentum), rank)
-        )
-        values = tf.constant([1.0, 2.0, 3.0], tf.float64)
-        part = tf.constant(block_of(layout, new, rank))
-        subspace.replace(values, part, group, given)
-        momenta = [subspace.momentum, subspace.inner_momentum]
-        return [x.numpy() for x in momenta if x is not None]
-
-    wanted = [new @ (momentum @ old), new @ of_sgd][: 1 + inner.has_momentum]
-    reported = Subspace.replace_bytes(layout, inner)
-    assert (reported > 0) == (workers > 1)
-    for rank, (got, received) in enumerate(run_together(workers, work)):
-        for result, want in zip(got, wanted, strict=True):
-            local = layout.local_values(tf.constant(want), rank)
-            np.testing.assert_allclose(result, local, atol=1e-13)
-        assert abs(received * ITEM - reported) <= 3
 
 
 @names
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_traffic(name: str, workers: int) -> None:
-    """Reported bytes equal those of an estimation and of the final update."""
+    """Reported bytes of an estimation, its directions and the final update."""
     layout = LAYOUTS[name](Geometry(23, 3, 0, 5, tf.float64), workers)
 
     def estimate(group: Any) -> None:
@@ -181,14 +142,22 @@ def test_traffic(name: str, workers: int) -> None:
         scale = tf.range(1.0, 24, dtype=tf.float64)
         estimation.run(lambda v: scale * v)
 
+    vector = tf.ones([23], tf.float64)
+    traits = InnerTraits(has_momentum=True)
+
+    def replace(group: Any) -> None:
+        subspace = Subspace(layout, traits, group.rank)
+        values = tf.ones([3], tf.float64)
+        subspace.replace(values, subspace.directions, group, vector)
+
     def finish(group: Any) -> None:
-        vector = tf.ones([23], tf.float64)
         final = FinalUpdate(layout.geometry)
         subspace = Subspace(layout, InnerTraits(), group.rank)
         final.change(vector, subspace, tf.ones([], tf.float64), group)
 
     for work, reported in [
         (estimate, estimation_bytes(layout.geometry, workers)),
+        (replace, Subspace.replace_bytes(layout, traits)),
         (finish, FinalUpdate.change_bytes(layout)),
     ]:
         for _, received in run_together(workers, work):

@@ -126,10 +126,6 @@ CASES = {
         network(), "mse", X, REAL,
         normal(REAL, WEIGHTS[:, None] * 2 / REAL.size), weights=WEIGHTS,
     ),
-    "sum": Case(
-        network(), lambda: keras.losses.MeanSquaredError(reduction="sum"),
-        X, REAL, normal(REAL, 1.0),
-    ),
     "penalty": Case(
         network(penalty=keras.regularizers.L2(0.02)), "mse", X, REAL,
         normal(REAL, 2 / REAL.size), {"solve": "parameters"},
@@ -146,15 +142,6 @@ CASES = {
     "logits": Case(
         network(3), lambda: SPARSE(from_logits=True), X, CLASSES,
         categorical(HOT, 1.0), links=(LOG,),
-    ),
-    "smooth": Case(
-        network(3, "softmax"),
-        lambda: keras.losses.CategoricalCrossentropy(label_smoothing=0.3),
-        X, HOT, categorical(0.7 * HOT + 0.1, 1.0), links=(LOG,),
-    ),
-    "sigmoid": Case(
-        network(2, "sigmoid"), "binary_crossentropy", X, BITS,
-        lambda z: [bernoulli(z[0], BITS, 1 / BITS.size)], links=(LOGIT,),
     ),
     "counts": Case(network(2, "exponential"), "poisson", X, COUNTS, counts),
     "two outputs": Case(
@@ -233,7 +220,7 @@ def probabilities(logits: Array, jacobian: Array) -> tuple[Array, Array]:
 )
 def test_every_loss(name: str) -> None:
     case = CASES[name]
-    # In the space of residuals if it is supported, see test_support.py.
+    # In the space of residuals if it is supported, see test_limits.py.
     options = dict(case.options)
     solve = options.pop("solve", "residuals")
     with floats("float64"):
