@@ -5,28 +5,24 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import h5py
 import keras
-import numpy as np
 import pytest
 from keras import layers
 
 import tfkfac
 from tests.support.small import (
     CLASSES,
-    FEATURES,
     assert_same,
     data,
     everything,
     loss,
 )
+from tests.support.summaries import sequential
 from tfkfac.callbacks import ChiefBackup
 
 
@@ -47,13 +43,10 @@ class StopBefore(keras.callbacks.Callback):
 def network(optimizer: Any = None) -> Any:
     """Create a model with dropout, whose seed generator is a state."""
     keras.utils.set_random_seed(0)
-    model = keras.Sequential(
-        [
-            keras.Input((FEATURES,)),
-            layers.Dense(5, activation="tanh"),
-            layers.Dropout(0.5, seed=1),
-            layers.Dense(CLASSES),
-        ]
+    model = sequential(
+        layers.Dense(5, activation="tanh"),
+        layers.Dropout(0.5, seed=1),
+        layers.Dense(CLASSES),
     )
     intervals = {"factor_update_interval": 3, "inverse_update_interval": 5}
     adam = keras.optimizers.Adam(1e-2)
@@ -316,46 +309,3 @@ def test_fit_in_another_thread_cannot_handle_sigterm(tmp_path: Path) -> None:
         assert thread.submit(fit, network(), 1, backup).result().epoch == [0]
     assert names(tmp_path) == ["epoch-000001.weights.h5"]
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-# ------------------------------------------------------------- killed processes
-TRAIN = """
-import sys
-from tests.callbacks.test_backup import *
-fit(wide(), 1000, ChiefBackup(sys.argv[1]))
-"""
-
-
-def wide() -> Any:
-    """Create a model whose backup takes many milliseconds."""
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential(
-        [keras.Input((FEATURES,)), layers.Dense(1000), layers.Dense(CLASSES)]
-    )
-    model.compile(tfkfac.KFAC(step="natural"), loss())
-    return model
-
-
-def wait_for(job: subprocess.Popen[bytes], folder: Path, pattern: str) -> None:
-    end = time.monotonic() + 120
-    while not list(folder.glob(pattern)):
-        assert job.poll() is None, job.communicate()[1].decode()[-3000:]
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-@pytest.mark.slow
-def test_killed_while_writing(tmp_path: Path) -> None:
-    """The last complete backup loads."""
-    command = [sys.executable, "-c", TRAIN, str(tmp_path)]
-    job = subprocess.Popen(command, stderr=subprocess.PIPE)
-    wait_for(job, tmp_path, "epoch-*1.weights.h5")
-    wait_for(job, tmp_path, ".writing-*")
-    job.send_signal(signal.SIGKILL)
-    job.wait()
-    model = wide()
-    callback = ChiefBackup(tmp_path, delete_checkpoint=False)
-    assert fit(model, 1, callback, StopBefore(0)).epoch == []
-    assert int(model.optimizer.iterations) >= 3
-    assert np.isfinite(model.get_weights()[0]).all()
-    assert not list(tmp_path.glob(".writing-*"))

@@ -1,12 +1,30 @@
-"""Saved entries: keys, layers with other names, workers, faults."""
+"""Saved entries: keys, other layers, solvers, workers and faults."""
 
+import functools
+from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
-from tests.support.small import compiled_mlp, kfac_of
+import tfkfac
+from tests.support.reference import eigen_solve, inverse_solve
+from tests.support.saved_models import compiled, train
+from tests.support.small import (
+    CLASSES,
+    FEATURES,
+    assert_same,
+    compiled_mlp,
+    curvature,
+    data,
+    everything,
+    gradients_of,
+    kfac_of,
+    loss,
+)
 from tfkfac.saving.entries import STATE, Entry, Region, Spread
 from tfkfac.saving.store import Saved, load_state, save_state
 
@@ -154,3 +172,150 @@ def test_all_faults_are_listed() -> None:
     ):
         load(saved([*stored, entry("c", "x", 1.0)]), new)
     assert [float(e.variable[0]) for e in new] == [-1.0] * 4
+
+
+# -------------------------------------------------------------- invalid entries
+X, Y = data()
+
+
+@functools.cache
+def kept() -> tuple[Any, dict[str, Any]]:
+    """A trained model and its saved state."""
+    model = compiled_mlp(solver="eigen", eager=True)
+    for _ in range(2):
+        model.train_on_batch(X, Y)
+    store: dict[str, Any] = {}
+    model.optimizer.save_own_variables(store)
+    return model, store
+
+
+CHANGES: dict[str, Any] = {
+    "missing": None,
+    "none": lambda _: None,
+    "text": lambda _: "x",
+    "bytes": lambda _: b"x",
+    "object": lambda _: object(),
+    "dict": lambda _: {"a": 1},
+    "ragged": lambda _: [[1.0], [1.0, 2.0]],
+    "empty": lambda _: np.zeros(0),
+    "other shape": lambda value: np.tile(np.ravel(value), 2),
+    "one axis more": lambda value: np.asarray(value)[None, None],
+    "transposed": lambda value: np.asarray(value).T,
+    "complex": lambda value: np.asarray(value) + 1j,
+    "bool": lambda value: np.asarray(value) > 0,
+    "integers": lambda value: np.asarray(value).astype("int64"),
+    "floats": lambda value: np.asarray(value).astype("float64"),
+    "half": lambda value: np.asarray(value).astype("float16"),
+    "unsigned": lambda value: np.full(np.shape(value), 2**64 - 1, "uint64"),
+    "strings": lambda value: np.asarray(value).astype("U8"),
+    "NaN": lambda value: np.full(np.shape(value), np.nan),
+    "infinity": lambda value: np.full(np.shape(value), np.inf),
+    "large": lambda value: np.full(np.shape(value), 1e300),
+    "negative": lambda value: -np.abs(np.asarray(value)) - 1,
+    "python": lambda value: np.asarray(value).tolist(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_entries(change: str) -> None:
+    """The error names the entry, or the next step is finite."""
+    model, good = kept()
+    key = next(k for k in good if "factor_A" in k)
+    broken = dict(good)
+    del broken[key]
+    if CHANGES[change] is not None:
+        broken[key] = CHANGES[change](good[key])
+    try:
+        model.optimizer.load_own_variables(broken)
+    except (TypeError, ValueError) as error:
+        assert key.split(":")[1] in str(error), str(error)
+    else:
+        model.train_on_batch(X, Y)
+        assert all(np.isfinite(w).all() for w in model.get_weights())
+    model.optimizer.load_own_variables(good)
+
+
+# --------------------------------------------- other layers, shapes and solvers
+def state_of(names: str, width: int = 5, **arguments: Any) -> dict[str, Any]:
+    """The saved state for a network of dense layers of these names."""
+    *hidden, last = names.split()
+    stack = [layers.Dense(width, name=name) for name in hidden]
+    stack.append(layers.Dense(CLASSES, name=last))
+    model = keras.Sequential([keras.Input((FEATURES,)), *stack])
+    model.compile(tfkfac.KFAC(**{"step": "natural", **arguments}), loss())
+    return curvature(kfac_of(model))
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (lambda: state_of("first logits"), "'kfac'.*'first'.*'hidden'"),
+        (lambda: state_of("hidden"), r"Only in the model: \['logits'\]"),
+        (
+            lambda: state_of("hidden logits more"),
+            r"Only in the file: \['more'\]",
+        ),
+        (
+            lambda: state_of("hidden logits", skip_layers=["hidden"]),
+            r"Only in the model: \['hidden'\]",
+        ),
+        (
+            lambda: state_of("hidden logits", 9),
+            r"does not fit layer 'hidden'.*\(5, 5\).*\(9, 9\)",
+        ),
+    ],
+    ids=["other", "fewer", "more", "skipped", "wider"],
+)
+def test_other_layers(state: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        kfac_of(compiled_mlp()).load_own_variables(state())
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("eigen", "inverse"), ("inverse", "eigen")]
+)
+def test_other_solver(saved: str, loaded: str, tmp_path: Path) -> None:
+    """Factors are loaded; the next step decomposes them at any interval."""
+    arguments: Any = {"kl_clip": None, "factor_update_interval": 3}
+    arguments |= {"inverse_update_interval": 3, "damping": 0.1}
+    model = compiled("sequential", "plain", solver=saved, **arguments)
+    train(model, 0, 4)
+    model.save_weights(tmp_path / "model.weights.h5")
+    other = compiled("sequential", "plain", solver=loaded, **arguments)
+    train(other, 0, 1)
+    words = rf"'kfac'.*\['{saved}'\].*\['{loaded}'\] is reset"
+    with pytest.warns(UserWarning, match=words):
+        other.load_weights(tmp_path / "model.weights.h5")
+    factors = kfac_of(other).factors()
+    for layer, kept in kfac_of(model).factors().items():
+        assert_same(factors[layer], kept)
+    before = other.get_weights()
+    x, y = data(seed=4)
+    kernel, bias, *_ = (np.array(g) for g in gradients_of(other, x, y))
+    other.train_on_batch(x, y)
+    solve = {"eigen": eigen_solve, "inverse": inverse_solve}[loaded]
+    step = solve(np.vstack([kernel, bias]), **factors["hidden"], damping=0.1)
+    moved = np.vstack(
+        [b - w for b, w in zip(before, other.get_weights(), strict=True)][:2]
+    )
+    np.testing.assert_allclose(moved, 0.05 * step, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("natural", "spectral"), ("spectral", "natural")]
+)
+def test_other_step(saved: str, loaded: str) -> None:
+    """Factors are loaded; momenta and length of spectral steps are reset."""
+    state = state_of("hidden logits", step=saved)
+    optimizer = kfac_of(compiled_mlp(step=loaded))
+    with pytest.warns(UserWarning, match="is reset"):
+        optimizer.load_own_variables(state)
+
+
+def test_empty_state_changes_nothing() -> None:
+    model = compiled_mlp(eager=True)
+    train(model, 0, 1)
+    before = everything(model)
+    with pytest.warns(UserWarning, match="no curvature in the loaded file"):
+        kfac_of(model).load_own_variables({})
+    assert_same(everything(model), before)

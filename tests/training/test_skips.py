@@ -1,4 +1,4 @@
-"""Skipped steps change nothing; too many in a row raise an error."""
+"""Skipped steps change nothing; many in a row, or empty ones, are reported."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +11,10 @@ from keras import layers
 
 import tfkfac
 from tests.support.reference import Array
-from tests.support.small import CLASSES, FEATURES, data, gradients_of, loss
+from tests.support.small import CLASSES, data, gradients_of, loss
+from tests.support.summaries import sequential
+from tfkfac.loss.terms import LossTerms
+from tfkfac.training.guards import count_empty_batches
 
 X, Y = data(64)
 BATCH = 16
@@ -28,14 +31,11 @@ OPTIMIZERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
 def noisy() -> Any:
     """A model with moving statistics, seeds, and metrics that can be NaN."""
     keras.utils.set_random_seed(0)
-    return keras.Sequential(
-        [
-            keras.Input((FEATURES,)),
-            layers.Dense(5),
-            layers.BatchNormalization(),
-            layers.Dropout(0.3),
-            layers.Dense(CLASSES),
-        ]
+    return sequential(
+        layers.Dense(5),
+        layers.BatchNormalization(),
+        layers.Dropout(0.3),
+        layers.Dense(CLASSES),
     )
 
 
@@ -74,8 +74,7 @@ def test_no_trace(name: str) -> None:
     (history, state), (want_history, want_state) = found
     assert history == want_history
     assert np.isfinite(list(history.values())).all()
-    for got, want in zip(state, want_state, strict=True):
-        np.testing.assert_array_equal(got, want)
+    np.testing.assert_equal(state, want_state)
 
 
 # ------------------------------------------------------------- too many of them
@@ -147,3 +146,28 @@ def test_one_gradient_of_many() -> None:
     path = model.trainable_variables[3].path
     with pytest.raises(FloatingPointError, match=f"1 of 6 .* that of '{path}'"):
         optimizer.apply(gradients, model.trainable_variables)
+
+
+# ---------------------------------------------------------------- empty batches
+def test_many_empty_batches_in_a_row(capfd: Any) -> None:
+    empty = tf.Variable(0, dtype=tf.int64)
+    unit = tf.constant(1, tf.float64)
+
+    @tf.function
+    def batch(first: tf.Tensor, second: tf.Tensor) -> None:
+        count_empty_batches(
+            [LossTerms(n, unit) for n in (first, second)], empty, 3
+        )
+
+    def feed(count: float, batches: int, second: float = 0) -> int:
+        for _ in range(batches):
+            batch(*(tf.constant(n, tf.float64) for n in (count, second)))
+        text = capfd.readouterr().err
+        return str(text).count("tfkfac: the last 20 batches of replica 3 had")
+
+    assert feed(0, 19) == 0
+    assert feed(0, 1, second=2) == 0
+    assert feed(0, 19) == 0
+    assert feed(0, 30) == 1
+    assert feed(8, 1) == 0
+    assert feed(0, 20) == 1

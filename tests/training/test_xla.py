@@ -1,4 +1,4 @@
-"""Training steps compiled by XLA, Keras' default on a GPU."""
+"""Training steps compiled by XLA, Keras' default on a GPU; kernels of a GPU."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +12,24 @@ from keras import layers
 
 import tfkfac
 from tests.support.dtypes import floats
+from tests.support.gpu_kernels import REPORTS, without_gpu_kernel
 from tests.support.small import loss
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "inverse": lambda: tfkfac.KFAC(0.1),
     "eigen": lambda: tfkfac.KFAC(0.1, solver="eigen"),
     "spectral": lambda: tfkfac.KFAC(step="spectral"),
+    "sketch": lambda: tfkfac.KFAC(0.1, solver="eigen", max_factor_dim=10),
+    "half": lambda: tfkfac.KFAC(
+        step="natural",
+        distribution=tfkfac.Distribution(
+            factor_dtype="bfloat16", inverse_dtype="bfloat16"
+        ),
+    ),
     "fosi": lambda: tfkfac.FOSI(
         keras.optimizers.SGD(0.1),
         num_largest=2,
+        num_smallest=1,
         warmup_steps=1,
         lanczos_steps=6,
     ),
@@ -173,26 +182,41 @@ def test_loads_without_a_gpu(
     assert model.jit_compile is False
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("pretended_gpu")
-def test_a_custom_loss() -> None:
-    """A custom loss is recognised under XLA, for batches of 5 and 2."""
+# ------------------------------------------------------------- kernels of a GPU
+def missing(network: str, optimizer: str, jit: bool) -> set[str]:
+    """Operations of a step without a GPU kernel."""
+    model = NETWORKS[network]()
+    model.compile(OPTIMIZERS[optimizer](), loss())
+    step = tf.function(model.train_step, autograph=False, jit_compile=jit)
+    (inputs,) = model.inputs
+    x = np.ones((4, *inputs.shape[1:]), inputs.dtype)
+    graph = step.get_concrete_function((x, np.zeros(4, "int32"))).graph
+    return without_gpu_kernel(graph)
 
-    def squares(y: Any, p: Any) -> Any:
-        return tf.reduce_mean(3 * tf.reduce_sum(tf.square(y - p), -1))
 
-    rng = np.random.default_rng(0)
-    x, y = (rng.normal(size=(7, n)).astype("float32") for n in (4, 3))
-    weights = []
-    for jit in (False, True):
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
-        model.compile(
-            tfkfac.KFAC(step="natural", fisher="type2"),
-            squares,
-            jit_compile=jit,
-        )
-        model.fit(x, y, batch_size=5, shuffle=False, verbose=0)
-        assert model.optimizer.events() == {}
-        weights.append(np.concatenate([v.ravel() for v in model.get_weights()]))
-    np.testing.assert_allclose(*weights, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize(
+    ("network", "optimizer"),
+    [
+        ("images", "sketch"),
+        pytest.param("tokens", "spectral", marks=pytest.mark.slow),
+        pytest.param("images", "half", marks=pytest.mark.slow),
+        pytest.param("tokens", "fosi", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_by_xla(network: str, optimizer: str) -> None:
+    """Steps compiled by XLA, Keras' default on one GPU."""
+    assert missing(network, optimizer, jit=True) == set()
+
+
+def test_not_compiled() -> None:
+    """Only the event reports, which are strings, run on the host."""
+    assert missing("rows", "inverse", jit=False) == REPORTS
+
+
+def test_the_registry_knows_what_a_gpu_cannot_do() -> None:
+    @tf.function
+    def function(x: tf.Tensor) -> tf.Tensor:
+        return tf.unique_with_counts(tf.strings.length(tf.as_string(x)))[2]
+
+    graph = function.get_concrete_function(tf.ones(3)).graph
+    assert "AsString" in without_gpu_kernel(graph)
