@@ -9,6 +9,8 @@ import tensorflow as tf
 
 import equations
 import gauss_newton
+import poisson
+import tfkfac
 from tests.support.dtypes import floats
 
 SOLUTIONS: dict[str, Any] = {
@@ -98,3 +100,10 @@ def test_races(name: str) -> None:
     assert race is not None
     assert race.seconds[-1] >= 6.0
     assert race.errors[-1] < race.errors[0]
+
+
+# ---------------------------------------------------- Poisson's equation by fit
+@pytest.mark.slow
+def test_it_is_solved() -> None:
+    with floats("float64"):
+        assert poisson.solve(2, tfkfac.GaussNewton(), 60) < 1e-3
