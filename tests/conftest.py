@@ -34,6 +34,15 @@ def on_workers(pool: Pool) -> Run:
     return run
 
 
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Set float64, where results differ by rounding only."""
+    from tests.support.dtypes import floats
+
+    with floats("float64"):
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests of clusters first, by cluster; then the longest files."""
     counts = collections.Counter(item.path for item in items)

@@ -109,7 +109,6 @@ def test_composed_model(factory: Any, first: str, eager: bool) -> None:
 
 
 def distributed(layer: Any, *shape: int | None) -> Any:
-    """Create a model of a layer in a `TimeDistributed`."""
     model = sequential(layers.TimeDistributed(layer, name="each"), shape=shape)
     randomize(model)
     return model
@@ -204,7 +203,6 @@ def test_other_layers(case: str, sharing: str) -> None:
 
 
 def test_mask() -> None:
-    """Padded time steps without loss do not count in A."""
     keep = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 0]], bool)
     inputs = keras.Input((TIME, 4))
     hidden = layers.Masking()(inputs)

@@ -115,7 +115,6 @@ def test_step_of_several_examples() -> None:
 
 @pytest.mark.parametrize("case", TRANSPOSED)
 def test_gradients(case: str) -> None:
-    """The rows reproduce the gradient of the Keras layer."""
     factory, shape = TRANSPOSED[case]
     layer = factory(name="up", activation=None)
     block = block_of(layer, shape)

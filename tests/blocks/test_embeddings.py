@@ -109,7 +109,6 @@ def test_position_embedding(case: str, sharing: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Layer 'block'.*does not support masking")
 def test_positions_of_padding_do_not_count() -> None:
-    """Padded positions without a gradient do not count in A."""
     inputs = keras.Input((TIME,), dtype="int32")
     tokens = layers.Embedding(TOKENS, WIDTH, mask_zero=True)(inputs)
     positions = PositionEmbedding(TIME, name="block")(tokens)
@@ -291,7 +290,6 @@ def test_soft_cap(tie_weights: bool, sharing: str, fraction: float) -> None:
 
 @pytest.mark.parametrize("tie_weights", [True, False])
 def test_padding_does_not_count(tie_weights: bool) -> None:
-    """Masked positions without loss do not count in any factor."""
     model = functional(embedding(tie_weights, mask_zero=True))
     randomize(model)
     x = np.array([[1, 2, 0, 0, 0], [3, 1, 1, 2, 0], [5, 0, 0, 0, 0]], "int32")

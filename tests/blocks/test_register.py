@@ -38,8 +38,6 @@ def clean_register(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Doubled(layers.Dense):
-    """Dense layer that overrides `call`."""
-
     def call(self, x: Any, training: Any = None) -> Any:
         return super().call(x)
 
@@ -59,8 +57,6 @@ class Linear(layers.Layer):
 
 
 class Square(layers.Dense):
-    """Dense layer on squared inputs."""
-
     def call(self, x: Any) -> Any:
         return super().call(x * x)
 

@@ -21,15 +21,11 @@ SEQUENCE = (4, FEATURES)
 
 
 class DoubledTimes(layers.TimeDistributed):
-    """`TimeDistributed` that overrides `call`."""
-
     def call(self, x: Any, training: Any = None, mask: Any = None) -> Any:
         return 2 * super().call(x, training=training, mask=mask)
 
 
 class Tied(layers.Dense):
-    """Dense layer that uses the kernel of another layer."""
-
     def __init__(self, other: layers.Dense, **kwargs: Any) -> None:
         super().__init__(other.units, **kwargs)
         self._other = [other]
@@ -244,7 +240,6 @@ def test_layer_rules(rules: Any, matched: list[str]) -> None:
 
 
 def test_skip_layers_decides() -> None:
-    """Of layers that both arguments match."""
     optimizer = bind(nested(), only_layers="encoder", skip_layers="first")
     assert list(blocks_of(optimizer)) == ["encoder/second"]
 

@@ -1,6 +1,5 @@
 """Hessian-vector products of layers and losses, by finite differences."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,19 +17,13 @@ from tests.support.curvature_models import (
     noise,
     weight_count,
 )
-from tests.support.dtypes import floats
 from tests.support.harness import randomize
 from tfkfac.curvature import hessian_vector_product
 
+pytestmark = pytest.mark.usefixtures("double")
 BITS = np.arange(2 * ROWS).reshape(ROWS, 2) % 3 % 2
 LABELS = np.arange(ROWS) % 3
 ONE_HOT = np.eye(3)[LABELS]
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    with floats("float64"):
-        yield
 
 
 def assert_agrees(

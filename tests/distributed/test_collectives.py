@@ -139,7 +139,7 @@ def test_no_two_reductions_share_a_scope() -> None:
 
 # --------------------------------------- several processes with several devices
 EXTENDED = collective_all_reduce_strategy.CollectiveAllReduceExtended
-OPTIMIZERS = ("hybrid_opt", "dp_kfac", "rows", "accelerator")
+OF_FOUR = ("hybrid_opt", "dp_kfac", "rows", "accelerator")
 
 
 def two_devices(_: Any, resolver: Any, worker: str) -> Any:
@@ -156,7 +156,7 @@ def train() -> dict[str, Any]:
         grid = tfkfac.MultiWorkerMirroredStrategy()
     assert grid.num_replicas_in_sync == 4
     results = {}
-    for name in OPTIMIZERS:
+    for name in OF_FOUR:
         model = build(grid, name, [5])
         model.fit(batches(6), verbose=0)
         results[name] = [
@@ -170,7 +170,7 @@ def train() -> dict[str, Any]:
 def test_two_processes_of_two_devices() -> None:
     """All four replicas have equal bits, and nearly those of one process."""
     first, second = run(train, workers=2, devices=2)
-    for name in OPTIMIZERS:
+    for name in OF_FOUR:
         for ours, theirs in zip(first[name], second[name], strict=True):
             for copy in (*ours, *theirs):
                 np.testing.assert_array_equal(copy, ours[0])

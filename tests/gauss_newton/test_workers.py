@@ -26,8 +26,6 @@ CASES = {
 
 
 class Record(keras.callbacks.Callback):
-    """Records `last_step` after each step."""
-
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[dict[str, float]] = []

@@ -236,7 +236,6 @@ def test_legacy_file_in_a_loss_scale_optimizer(tmp_path: Path) -> None:
 
 
 def test_saved_without_curvature(tmp_path: Path) -> None:
-    """Warns where a file has no curvature."""
     file = tmp_path / "model.h5"
     model = compiled_mlp(eager=True)
     train(model, 0, 2)
@@ -260,7 +259,6 @@ def test_saved_without_curvature(tmp_path: Path) -> None:
     "way", [deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
 )
 def test_copies_of_a_new_optimizer(way: Callable[[Any], Any]) -> None:
-    """Copies cause no warnings."""
     optimizer = tfkfac.KFAC(step="natural", damping=0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

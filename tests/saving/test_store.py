@@ -157,7 +157,6 @@ def test_numbers_of_workers(
 
 
 def test_clocks_of_several_owners() -> None:
-    """All replicas get the latest clock."""
     new = numbers([0.0, 0.0], Spread.REPLICATED)
     assert loaded({"state:x:a": np.array([2.0, 5.0])}, new) == [5.0, 5.0]
 

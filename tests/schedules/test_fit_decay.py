@@ -267,7 +267,6 @@ def test_two_crashes_in_one_epoch(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("size", [8, 30])  # 8 and 2 batches, not 4
 def test_another_number_of_batches_goes_on(tmp_path: Any, size: int) -> None:
-    """A run that is resumed with other batches goes on at its rate."""
     files = str(tmp_path / "{epoch}.keras")
     fit(compiled(), Rates(files), epochs=3)
     batches = {"x": X, "y": Y, "batch_size": size, "epochs": 3}

@@ -192,7 +192,6 @@ def fit_rows(
 
 
 def inputs(name: str, strategy: Any) -> dict[str, Any]:
-    """Arguments of `fit`."""
     kind, _, variant = name.partition(", ")
     if kind == "arrays":
         arguments: dict[str, Any] = {"x": X, "y": X, "batch_size": BATCH}

@@ -61,8 +61,6 @@ def errors(batches: list[int]) -> dict[str, float]:
 
 
 class Logs(keras.callbacks.Callback):
-    """Callback that keeps the logs of all batches."""
-
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[dict[str, float]] = []
@@ -308,5 +306,4 @@ RUNS = {
 
 @pytest.mark.parametrize("name", with_slow(RUNS, *[*RUNS][1:]))
 def test_all_workers_exclude_the_same_batch(on_workers: Any, name: str) -> None:
-    """A NaN on one worker excludes the batch on all workers."""
     on_workers(name.partition(":")[0], lose_batches, RUNS[name])

@@ -125,7 +125,6 @@ def test_other_loops() -> None:
 
 
 def test_fit_ends_with_a_report_of_events(capfd: Any) -> None:
-    """`fit` ends with a report of the events of this `fit` only."""
     model = compiled(tfkfac.KFAC(step="natural"), eager=True)
     for count in (1, 2, 0):
         capfd.readouterr()
@@ -138,7 +137,6 @@ def test_fit_ends_with_a_report_of_events(capfd: Any) -> None:
 
 
 def test_one_gradient_of_many() -> None:
-    """The error names the gradient that is not finite."""
     model = noisy()
     optimizer = tfkfac.KFAC(step="natural", max_skipped_steps=1).attach(model)
     gradients = gradients_of(model, X, Y)
