@@ -29,16 +29,23 @@ STEPS = 4
 class Rates(keras.callbacks.Callback):
     """Record the learning rate before each batch, and save the model."""
 
-    def __init__(self, files: str = "", fail_after: int | None = None) -> None:
+    def __init__(
+        self,
+        files: str = "",
+        fail_after: int | None = None,
+        optimizer: Any = None,
+    ) -> None:
         super().__init__()
         self.rates: list[float] = []
+        self._optimizer = optimizer  # by default, that of the model
         self._files = files
         self._fail_after = fail_after
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if len(self.rates) == self._fail_after:
             raise RuntimeError("crash")
-        self._rate = float(self.model.optimizer.learning_rate)
+        optimizer = self._optimizer or self.model.optimizer
+        self._rate = float(optimizer.learning_rate)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.rates.append(self._rate)
@@ -142,16 +149,10 @@ def test_rates_of_each_fit(options: Any, rates: list[float]) -> None:
 
 def test_natural_steps_fall_from_a_tenth() -> None:
     model = compiled(tfkfac.KFAC(step="natural", **LEFT))
-    rest = model.optimizer.rest_optimizer
-    rest_rates: list[float] = []
-    seen = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda *_, **__: rest_rates.append(
-            float(rest.learning_rate)
-        )
-    )
-    rates = fit(model, seen)
+    rest = Rates(optimizer=model.optimizer.rest_optimizer)
+    rates = fit(model, rest)
     assert rates == pytest.approx([0.1 * share for share in linear(8)])
-    assert rest_rates == pytest.approx([0.01 * rate for rate in rates])
+    assert rest.rates == pytest.approx([0.01 * rate for rate in rates])
 
 
 def test_length_counts_updates_of_accumulated_gradients() -> None:
@@ -167,14 +168,9 @@ def test_rest_and_inner_optimizers_of_the_user() -> None:
     fosi = tfkfac.FOSI(Adam(tfkfac.schedules.FitDecay(1.0)))
     assert fit(compiled(fosi)) == pytest.approx(linear(8))
     model = compiled(tfkfac.KFAC(0.2, rest_optimizer=rest, **LEFT))
-    shown: list[float] = []
-    seen = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda *_, **__: shown.append(
-            float(rest.learning_rate)
-        )
-    )
-    assert fit(model, seen) == pytest.approx([0.2] * 8)
-    assert shown == pytest.approx([0.003 * share for share in linear(8)])
+    shown = Rates(optimizer=rest)
+    assert fit(model, shown) == pytest.approx([0.2] * 8)
+    assert shown.rates == pytest.approx([0.003 * s for s in linear(8)])
 
 
 def test_schedule_outside_of_our_optimizers_is_constant() -> None:

@@ -46,7 +46,6 @@ def fosi(**kwargs: Any) -> Any:
 
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "inverse": kfac,
     "eigen": lambda: kfac(solver="eigen"),
     "schedule": lambda: kfac(damping=Formula(watched_damping)),
     "gauss-newton": tfkfac.GaussNewton,
