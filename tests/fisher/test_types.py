@@ -1,4 +1,4 @@
-"""The factors G of each type of the Fisher matrix, against NumPy.
+"""Factors G of each type of the Fisher matrix, against NumPy, and the choice.
 
 Hessians of the loss at the pre-activations of the outputs:
 
@@ -8,20 +8,32 @@ Hessians of the loss at the pre-activations of the outputs:
 - Poisson with the rate `exp(z)`: `exp(z)`.
 """
 
+import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.support.harness import assert_close, find, randomize, weights_of
+from tests.support.harness import (
+    assert_close,
+    check_factors,
+    find,
+    randomize,
+    weights_of,
+)
 from tests.support.reference import Array, append_one, softmax
+from tests.support.small import Scale, gradients_of, summary_text
+from tfkfac.fisher import distributions
 
 ROWS, OUT = 8, 3
 LOSSES = keras.losses
+SPARSE = LOSSES.SparseCategoricalCrossentropy
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(ROWS, 4)).astype("float32")
 REAL = RNG.normal(size=(ROWS, OUT)).astype("float32")
@@ -73,16 +85,14 @@ CASES: dict[str, tuple[Array, str | None, Any, Hessian]] = {
     "sparse logits, unreduced": (
         CLASSES,
         None,
-        LOSSES.SparseCategoricalCrossentropy(
-            from_logits=True, reduction="none"
-        ),
+        SPARSE(from_logits=True, reduction="none"),
         of_softmax,
     ),
     # Keras warns, and uses the logits before the softmax.
     "probabilities as logits": (
         CLASSES,
         "softmax",
-        LOSSES.SparseCategoricalCrossentropy(from_logits=True),
+        SPARSE(from_logits=True),
         of_softmax,
     ),
     "poisson": (COUNTS, "exponential", "poisson", of_poisson),
@@ -103,7 +113,7 @@ def network(activation: str | None = None, out: int = OUT) -> Any:
 
 def forward(model: Any, x: Array = X) -> tuple[Array, Array]:
     """Activations of the hidden layer, and pre-activations of the outputs."""
-    w1, b1, w2, b2 = weights_of(model)
+    w1, b1, w2, b2 = weights_of(model)[-4:]
     h = np.tanh(x.astype(np.float64) @ w1 + b1)
     return h, h @ w2 + b2
 
@@ -111,7 +121,7 @@ def forward(model: Any, x: Array = X) -> tuple[Array, Array]:
 def hidden_factor(model: Any, hessians: Array) -> Array:
     """`J^T H J` per example, with the Jacobian J of the outputs."""
     h, _ = forward(model)
-    jacobians = (1 - h**2)[..., None] * weights_of(model)[2]
+    jacobians = (1 - h**2)[..., None] * weights_of(model)[-2]
     return np.einsum("nij,njk,nlk->nil", jacobians, hessians, jacobians)
 
 
@@ -157,15 +167,20 @@ def test_mean_of_monte_carlo_is_the_output_hessian(case: str) -> None:
 
 
 # ------------------------------------------------- weights, terms, outputs
-def test_sample_weights() -> None:
+@pytest.mark.parametrize(
+    "reduction", ["sum_over_batch_size", "mean_with_sample_weight"]
+)
+def test_sample_weights(reduction: str) -> None:
     """G is `(1/T) sum_t s_t F_t`; rows of weight 0 do not count in A."""
     model = network("sigmoid")
     h, z = forward(model)
     weights = np.array([1, 0, 2, 0.5, 0, 1, 3, 1], "float32")
+    loss = LOSSES.BinaryCrossentropy(reduction=reduction)
     factors = factors_after(
-        model, X, BITS, "binary_crossentropy", "type2", sample_weight=weights
+        model, X, BITS, loss, "type2", sample_weight=weights
     )
-    want = np.einsum("n,nij->ij", weights, of_bernoulli(z)) / ROWS
+    terms = ROWS if reduction == "sum_over_batch_size" else weights.sum()
+    want = np.einsum("n,nij->ij", weights, of_bernoulli(z)) / terms
     assert_close(find(factors, "out")["G"], want, 2e-5)
     a = append_one(h)[weights > 0]
     assert_close(find(factors, "out")["A"], a.T @ a / len(a), 2e-5)
@@ -180,9 +195,7 @@ def test_tokens_and_masks() -> None:
     model = keras.Model(inputs, layers.Dense(2, name="out")(h))
     randomize(model)
     y = RNG.integers(0, 2, (4, 3))
-    loss = LOSSES.SparseCategoricalCrossentropy(
-        from_logits=True, reduction="mean_with_sample_weight"
-    )
+    loss = SPARSE(from_logits=True, reduction="mean_with_sample_weight")
     factors = factors_after(model, x, y, loss, "type2")
     w, b = weights_of(model)
     valid = of_softmax(x.astype(np.float64) @ w + b)[mask]
@@ -217,3 +230,222 @@ def test_two_outputs() -> None:
         want = want + unit / 2 * total / ROWS
     assert_close(find(factors, "hidden")["G"], want, 2e-5)
     assert_close(find(factors, "bits")["G"], hessians[1].mean(0) / 8, 2e-5)
+
+
+# ---------------------------------------------- curvature of a fitted model
+@pytest.mark.parametrize("batches", [1, 2])
+def test_factors_of_a_fitted_model(batches: int) -> None:
+    """With the rate 0, all weights stay equal bit for bit."""
+    # `Scale` has no block, and does not change its inputs.
+    model = keras.Sequential([keras.Input((4,)), Scale(), *network().layers])
+    before = model.get_weights()
+    h, z = forward(model)
+    optimizer = tfkfac.KFAC(
+        learning_rate=0.0,
+        factor_decay=0.0,
+        factor_batch_fraction=1.0,
+        max_factor_dim=None,
+        fisher="type2",
+        gradient_accumulation_steps=batches if batches > 1 else None,
+    )
+    model.compile(optimizer, SPARSE(from_logits=True))
+    model.fit(X, CLASSES, batch_size=ROWS // batches, verbose=0)
+    assert int(optimizer.iterations) == 1
+    for old, new in zip(before, model.get_weights(), strict=True):
+        assert old.tobytes() == new.tobytes()
+    hessians = of_softmax(z)
+    want = {
+        "hidden": (X, hidden_factor(model, hessians)),
+        "out": (h, hessians),
+    }
+    for name, (inputs, matrices) in want.items():
+        a = append_one(inputs.astype(np.float64))
+        pair = a.T @ a / ROWS, matrices.mean(0)
+        check_factors(find(optimizer.factors(), name), *pair, 2e-5)
+
+
+# ------------------------------------------------------------------ choice
+def fisher_summary(optimizer: Any) -> str:
+    """Returns the line of the summary about the Fisher matrix."""
+    pattern = "^Fisher matrix: (.*)$"
+    (line,) = re.findall(pattern, summary_text(optimizer), re.MULTILINE)
+    return str(line)
+
+
+def trained(loss: Any, y: Any, activation: str | None = None) -> Any:
+    model = network(activation)
+    model.compile(tfkfac.KFAC(step="natural"), loss, run_eagerly=True)
+    model.train_on_batch(X, y)
+    return model.optimizer
+
+
+@pytest.mark.parametrize(
+    ("loss", "y", "activation", "want"),
+    [
+        ("mse", REAL, None, "monte_carlo"),
+        ("binary_crossentropy", BITS, "sigmoid", "monte_carlo"),
+        ("poisson", COUNTS, "exponential", "monte_carlo"),
+        ("categorical_crossentropy", HOT, "softmax", "empirical (the labels"),
+        ("huber", REAL, None, "empirical (the distribution of loss 'huber'"),
+        (LOSSES.Huber(delta=50.0), REAL, None, "empirical (the distribution"),
+        (LOSSES.BinaryFocalCrossentropy(), BITS, "sigmoid", "empirical (the"),
+    ],
+)
+def test_default_depends_on_the_loss(
+    loss: Any, y: Any, activation: str | None, want: str
+) -> None:
+    assert fisher_summary(trained(loss, y, activation)).startswith(want)
+
+
+def test_default_with_one_categorical_output() -> None:
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, [layers.Dense(3)(inputs) for _ in range(2)])
+    losses = ["mse", SPARSE(from_logits=True)]
+    model.compile(tfkfac.KFAC(step="natural"), losses, run_eagerly=True)
+    model.train_on_batch(X, [REAL, CLASSES])
+    assert fisher_summary(model.optimizer).startswith("monte_carlo")
+
+
+@pytest.mark.parametrize(
+    ("fisher", "loss", "outputs", "words"),
+    [
+        ("monte_carlo", "huber", OUT, "monte_carlo.*loss 'huber'"),
+        ("type2", "log_cosh", OUT, "type2.*loss 'log_cosh'"),
+        ("type2", "mse", 1025, "at most 1,024"),
+    ],
+)
+def test_unusable_types_are_refused(
+    fisher: str, loss: str, outputs: int, words: str
+) -> None:
+    model = network(out=outputs)
+    model.compile(
+        tfkfac.KFAC(step="natural", fisher=fisher), loss, run_eagerly=True
+    )
+    with pytest.raises(ValueError, match=words):
+        model.train_on_batch(X, np.zeros((len(X), outputs)))
+
+
+class Doubled(keras.Model):
+    """Model whose loss is computed on twice its outputs."""
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *args: Any) -> Any:
+        return super().compute_loss(x, y, 2 * y_pred, *args)
+
+
+def test_loss_of_modified_outputs() -> None:
+    inputs = keras.Input((4,))
+    model = Doubled(inputs, layers.Dense(OUT)(inputs))
+    model.compile(tfkfac.KFAC(step="natural"), "mse", run_eagerly=True)
+    model.train_on_batch(X, REAL)
+    assert fisher_summary(model.optimizer).startswith("empirical (the loss is")
+    model.compile(
+        tfkfac.KFAC(step="natural", fisher="monte_carlo"),
+        "mse",
+        run_eagerly=True,
+    )
+    with pytest.raises(ValueError, match="outputs of a call of the model"):
+        model.train_on_batch(X, REAL)
+
+
+def test_custom_loops() -> None:
+    """Without `compute_loss`, the distribution of the labels is unknown."""
+    model = network()
+    variables = model.trainable_variables
+    optimizer = tfkfac.KFAC(step="natural").attach(model)
+    optimizer.apply(gradients_of(model, X, REAL, squares), variables)
+    assert fisher_summary(optimizer).startswith("empirical (no loss")
+    optimizer = tfkfac.KFAC(step="natural", fisher="monte_carlo").attach(model)
+    gradients = gradients_of(model, X, REAL, squares)
+    with pytest.raises(ValueError, match="compute_loss"):
+        optimizer.apply(gradients, variables)
+
+
+def squares(y: Any, p: Any) -> Any:
+    return tf.reduce_mean((p - y) ** 2)
+
+
+# ------------------------------------------------------ register_distribution
+@pytest.fixture(autouse=True)
+def clean_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes the registrations of a test."""
+    for module, name in [
+        (distributions, "_registered"),
+        (distributions.loss_terms, "_KNOWN_LOSSES"),
+    ]:
+        monkeypatch.setattr(module, name, dict(getattr(module, name)))
+
+
+class Tenths(tfkfac.fisher.Independent):
+    """Normal distribution with standard deviation 0.1."""
+
+    def sample(self, outputs: Any, seed: Any) -> Any:
+        return 10 * tf.random.stateless_normal(tf.shape(outputs), seed)
+
+    def fisher(self, outputs: Any) -> Any:
+        return tf.fill(tf.shape(outputs), 100.0)
+
+
+def huge_errors(y: Any, p: Any) -> Any:
+    """A loss that is not a multiple of a known likelihood."""
+    return tf.reduce_mean(50 * (y - p) ** 2 + tf.abs(p), -1)
+
+
+def test_registered_distributions() -> None:
+    """The loss is a mean over three outputs, so its unit is divided by 3."""
+    register = functools.partial(tfkfac.register_distribution, features="mean")
+    register(huge_errors, Tenths(), unit=1)
+    model = network()
+    factors = factors_after(model, X, REAL, huge_errors, "type2")
+    assert_close(find(factors, "out")["G"], 100 * np.eye(OUT), 2e-5)
+    assert fisher_summary(trained(huge_errors, REAL)).startswith("monte_carlo")
+    # A loss and its unit, both multiplied by 7, give the same step.
+    steps = []
+    for factor in (1.0, 7.0):
+
+        class Scaled(keras.losses.Loss):
+            def call(self, y: Any, p: Any, factor: float = factor) -> Any:
+                return factor * huge_errors(y, p)
+
+        register(Scaled, lambda loss: Tenths(), unit=factor)
+        model = network()
+        before = model.get_weights()
+        model.compile(
+            tfkfac.KFAC(step="natural", fisher="type2"),
+            Scaled(),
+            run_eagerly=True,
+        )
+        model.train_on_batch(X, REAL)
+        steps.append(model.get_weights()[2] - before[2])
+    assert_close(steps[1], steps[0], 2e-5)
+
+
+def test_registered_function_returns_none() -> None:
+    tfkfac.register_distribution(huge_errors, lambda loss: None)
+    assert fisher_summary(trained(huge_errors, REAL)).startswith("empirical")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "match"),
+    [
+        (("mse", Tenths()), {}, "`loss`"),
+        ((layers.Dense, Tenths()), {}, "`loss`"),
+        ((huge_errors, "normal"), {}, "`distribution`"),
+        ((huge_errors, Tenths), {}, "`distribution`"),
+        ((huge_errors, Tenths()), {"unit": 0.0}, "`unit`"),
+        ((huge_errors, Tenths()), {"features": "max"}, "`features`"),
+    ],
+)
+def test_invalid_registrations(
+    arguments: Any, options: Any, match: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=match):
+        tfkfac.register_distribution(*arguments, **options)
+
+
+def test_outputs_without_feature_axis() -> None:
+    """A model whose outputs have shape `(examples,)`."""
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(1, name="d"), layers.Reshape(())]
+    )
+    factors = factors_after(model, X, REAL[:, 0], "mse", "type2")
+    assert_close(find(factors, "d")["G"], np.ones((1, 1)), 1e-6)
