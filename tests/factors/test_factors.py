@@ -15,7 +15,6 @@ from tfkfac.factors import (
     VALUES,
     Dense,
     Diagonal,
-    Limit,
     LowRank,
     Stack,
 )
@@ -148,17 +147,6 @@ class Case:
         return self.factor.rotate(eigen, inside * scale, side, back=True)
 
 
-def test_limit() -> None:
-    """Larger matrices are approximated; the rank is below the size."""
-    limit = Limit(10, 4)
-    assert limit.matrix(10) == Dense(10)
-    assert limit.matrix(11) == LowRank(11, 4)
-    assert limit.stack(3, 10) == Stack(3, 10)
-    assert limit.stack(3, 11) == LowRank(11, 4, (3,))
-    assert Limit(1, 64).matrix(2) == LowRank(2, 1)
-    assert Limit(None, 4).matrix(10**6) == Dense(10**6)
-
-
 # ------------------------------------------------------------------ all types
 @few
 @given(FACTORS)
@@ -226,7 +214,8 @@ def test_solutions(factor: Any, side: str) -> None:
 def test_result_is_not_finite(factor: Any) -> None:
     """A decomposition of NaN or infinity must not raise an error."""
     damping = tf.constant(0.1, tf.float64)
-    for bad in (np.nan, np.inf) if isinstance(factor, LowRank) else (np.nan,):
+    is_diagonal = isinstance(factor, Diagonal)  # 1 / inf = 0
+    for bad in (np.nan,) if is_diagonal else (np.nan, np.inf, -np.inf):
         value = Case(factor).value.numpy()
         value[..., -1] = bad
         for parts in (

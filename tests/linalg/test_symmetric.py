@@ -20,23 +20,6 @@ from tfkfac.linalg.symmetric import (
 DTYPES = ["float32", "float64"]
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda m: eigh(m)[0],
-        lambda m: damped_inverse(m, 0.1),
-        lambda m: damped_inverse_root(m, 0.1),
-    ],
-)
-def test_non_finite_input_gives_non_finite_output(function: Any) -> None:
-    """An exception would end training."""
-    for value in (np.nan, np.inf, -np.inf):
-        matrix = gram(4, 9)
-        matrix[1, 2] = matrix[2, 1] = value
-        for run in (function, tf.function(function)):
-            assert not np.isfinite(run(tf.constant(matrix)).numpy()).all()
-
-
 # ----------------------------------------------------------------------- eigen
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size", "rank"), [(1, 1), (6, 9), (200, 40)])
@@ -73,38 +56,21 @@ def damping(value: Any, dtype: str = "float32") -> tf.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 5, 383, 384, 401])
-def test_inverse(size: int, dtype: str) -> None:
-    matrix = gram(size, 3 * size, dtype=dtype)
-    got = damped_inverse(tf.constant(matrix), damping(0.1, dtype)).numpy()
-    want = np.linalg.inv(matrix.astype(np.float64) + 0.1 * np.eye(size))
-    assert got.dtype == dtype
-    assert_close(got, want, 1e-4 if dtype == "float32" else 1e-12)
-    np.testing.assert_array_equal(got, got.T)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 5, 383, 384, 401])
-def test_inverse_root(size: int, dtype: str) -> None:
-    """`L^-T` of the Cholesky factor L, for one damping per matrix."""
-    stack = np.stack([gram(size, 3 * size, i, dtype) for i in range(2)])
-    shifts = np.array([0.1, 2.0])
-    got = damped_inverse_root(tf.constant(stack), tf.constant(shifts, dtype))
-    damped = stack + shifts[:, None, None] * np.eye(size)
-    want = np.linalg.inv(np.linalg.cholesky(damped)).swapaxes(-1, -2)
-    assert got.dtype == dtype
-    assert_close(got, want, 1e-4 if dtype == "float32" else 1e-12)
-    np.testing.assert_array_equal(got, np.triu(got))
-
-
-@pytest.mark.parametrize("size", [3, 390])
-def test_inverse_of_a_batch(size: int) -> None:
-    """With one damping per matrix, and several batch dimensions."""
-    stack = np.stack([gram(size, 2 * size, i, "float64") for i in range(4)])
-    stack = stack.reshape(2, 2, size, size)
-    shifts = np.array([[0.1, 1.0], [0.5, 2.0]])
-    got = damped_inverse(tf.constant(stack), tf.constant(shifts)).numpy()
-    want = np.linalg.inv(stack + shifts[..., None, None] * np.eye(size))
-    assert_close(got, want, 1e-12)
+def test_inverse_and_root(size: int, dtype: str) -> None:
+    """For one damping per matrix; the root is `L^-T` of the Cholesky factor."""
+    stack = np.stack([[gram(size, 3 * size, i, dtype)] for i in range(2)])
+    shifts = np.array([[0.1], [2.0]])
+    arguments = tf.constant(stack), tf.constant(shifts, dtype)
+    inverse = damped_inverse(*arguments).numpy()
+    root = damped_inverse_root(*arguments).numpy()
+    damped = stack + shifts[..., None, None] * np.eye(size)
+    lower = np.linalg.cholesky(damped.astype(np.float64))
+    assert inverse.dtype == root.dtype == dtype
+    tolerance = 1e-4 if dtype == "float32" else 1e-12
+    assert_close(inverse, np.linalg.inv(damped), tolerance)
+    assert_close(root, np.linalg.inv(lower).swapaxes(-1, -2), tolerance)
+    np.testing.assert_array_equal(inverse, inverse.swapaxes(-1, -2))
+    np.testing.assert_array_equal(root, np.triu(root))
 
 
 @pytest.mark.parametrize("shift", [1e-2, 1e-8])

@@ -105,9 +105,6 @@ SPARSE = LOSSES.SparseCategoricalCrossentropy
 H = bit_entropy(PIXELS)
 TASKS = {
     "binary": Task(BINARY(), PIXELS, PIXELS, H.mean(), COLUMNS),
-    "binary, logits": Task(
-        BINARY(from_logits=True), PIXELS, logit(PIXELS), H.mean(), COLUMNS
-    ),
     "binary, sum": Task(
         BINARY(reduction="sum"), PIXELS, PIXELS, H.mean(-1).sum(), COLUMNS
     ),
@@ -139,12 +136,6 @@ TASKS = {
         COLUMNS,
     ),
     "categorical": Task(CATEGORICAL(), SOFT, SOFT, entropy(SOFT).mean()),
-    "categorical, logits": Task(
-        CATEGORICAL(from_logits=True, reduction="sum"),
-        SOFT,
-        np.log(SOFT),
-        entropy(SOFT).sum(),
-    ),
     "categorical, smooth": Task(
         CATEGORICAL(label_smoothing=0.2),
         HOT,
