@@ -17,11 +17,9 @@ from tests.support.small import (
     CLASSES,
     FEATURES,
     compiled_mlp,
-    curvature,
     data,
     gradients_of,
     mlp,
-    summary_text,
 )
 from tests.support.training import (
     DEFAULTS,
@@ -190,10 +188,10 @@ def test_weights_without_a_gradient_do_not_move(
 X, Y = data()
 
 
-def moved(model: Any, x: Any = X, weight: Any = None) -> list[Array]:
+def moved(model: Any, weight: Any = None) -> list[Array]:
     """Length of a step; weights stay finite."""
     before = model.get_weights()
-    model.train_on_batch(x, Y, weight)
+    model.train_on_batch(X, Y, weight)
     after = model.get_weights()
     assert all(np.isfinite(w).all() for w in after)
     return [a - b for a, b in zip(after, before, strict=True)]
@@ -238,16 +236,9 @@ def test_nan_in_the_state(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     )
 
 
-def test_a_batch_that_is_nan_or_weighs_nothing() -> None:
-    """Batches with NaN or zero weight change nothing."""
+def test_a_batch_that_weighs_nothing() -> None:
     model = compiled_mlp(step="spectral", eager=True)
     assert not any(map(np.any, moved(model, weight=np.zeros(len(X)))))
-    moved(model)
-    before = curvature(model.optimizer)
-    assert not any(map(np.any, moved(model, np.nan * X)))
-    after = curvature(model.optimizer)
-    changed = [k for k, v in after.items() if not np.array_equal(v, before[k])]
-    assert changed == ["state:skipped_steps:"]
     assert np.abs(moved(model)[0]).max() > 1e-4
 
 
@@ -260,30 +251,6 @@ def test_gradients_whose_squares_underflow(scale: float) -> None:
     goes = [a - b for a, b in zip(model.get_weights(), before, strict=True)]
     assert np.isfinite(np.concatenate(list(map(np.ravel, goes)))).all()
     assert np.any(goes[0]) == (1e-20 < scale < 1e20)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_loss_that_is_not_finite_counts_as_0(value: float) -> None:
-    """Then `kappa = 0.07`; without the warm-up, no minimum of r matters."""
-
-    @tf.custom_gradient
-    def replace_value(loss: Any) -> Any:
-        return value * loss, lambda upstream: upstream
-
-    def step(loss: Any) -> list[Array]:
-        model = mlp()
-        optimizer = tfkfac.KFAC(0.0, step="spectral")
-        model.compile(optimizer, loss, run_eagerly=True)
-        for _ in range(10):
-            model.train_on_batch(X, Y)
-        optimizer.learning_rate = 1.0
-        return moved(model)
-
-    usual = step(cross_entropy())  # at least 0.5625 nats: kappa = 0.45
-    unknown = step(lambda y, p: replace_value(cross_entropy()(y, p)))
-    for move, other in zip(unknown, usual, strict=True):
-        assert rms(move) > 2e-3
-        np.testing.assert_allclose(move, 0.07 / 0.45 * other, rtol=1e-3)
 
 
 # ------------------------------------------------------- losses of a loop
@@ -340,17 +307,13 @@ def test_hint_at_inputs_far_from_unit_scale(capfd: Any, scale: float) -> None:
     assert (text in capfd.readouterr().err) == (scale > 1)
 
 
-# --------------------------------------------------------------- what is said
-def test_summary_says_what_momenta_take() -> None:
+# ---------------------------------------------------------------------- bytes
+def test_bytes_of_momenta() -> None:
     """Momenta take twice the bytes of the weights, known before training."""
     model = compiled_mlp(step="spectral")
-    optimizer = model.optimizer
     for _ in range(2):
-        text = summary_text(optimizer)
-        assert "inner optimizer SGD, spectral steps\n" in text
-        assert ", momenta 424 B." in text
-        sizes = optimizer.state_bytes()
-        assert sizes["momenta"] == 8 * model.count_params() == 424
+        sizes = model.optimizer.state_bytes()
+        assert sizes.pop("momenta") == 8 * model.count_params() == 424
         model.train_on_batch(X, Y)
     kept = [
         variable
@@ -358,5 +321,3 @@ def test_summary_says_what_momenta_take() -> None:
         for variable in block.momentum.variables
     ]
     assert sum(v.numpy().nbytes for v in kept) == 424
-    del sizes["total"]
-    assert optimizer.state_bytes()["total"] == sum(sizes.values())
