@@ -1,7 +1,9 @@
 """When factors, decompositions and hyperparameters take effect."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -10,17 +12,19 @@ import tensorflow as tf
 from keras.optimizers.schedules import PiecewiseConstantDecay, PolynomialDecay
 
 import tfkfac
-from tests.support.harness import assert_close, flat
-from tests.support.reference import Array
+from tests.support.harness import assert_close, find, flat
+from tests.support.reference import Array, inverse_solve
 from tests.support.schedules import Formula
 from tests.support.small import (
-    compiled_mlp,
+    curvature,
     data,
     gradients_of,
-    kfac_of,
     loss,
     mlp,
 )
+from tests.support.summaries import sequential
+from tfkfac.kfac import placement
+from tfkfac.kfac.placement import assign_groups, find_due_groups
 
 X, Y = data()
 
@@ -248,13 +252,134 @@ def test_constraints_hold() -> None:
     assert (model.get_weights()[0] >= 0).all()
 
 
-def test_variables_are_the_inner_optimizers() -> None:
-    """The properties of a wrapped optimizer are the inner optimizer's."""
-    optimizer = kfac_of(
-        compiled_mlp(keras.optimizers.Adam(0.01), rest_optimizer="inner")
+# ------------------------------------------------------------ schedule groups
+def chain(*widths: int) -> list[int]:
+    """Operations of a network of dense layers with biases."""
+    return [(n + 1) ** 3 + m**3 for n, m in itertools.pairwise(widths)]
+
+
+BLOCK = 10**9
+
+
+@pytest.mark.parametrize(
+    ("operations", "groups"),
+    [
+        ([], []),
+        # A small model, and one with nearly all work in one block.
+        (chain(64, 128, 128, 128, 10), [0] * 4),
+        (chain(784, 256, 128, 10), [0] * 3),
+        # In units of 10^6: 1484, 1128, 142, 16, 16, 141, 1126, 1485.
+        (
+            chain(784, 1000, 500, 250, 30, 250, 500, 1000, 784),
+            [1, 2, 3, 3, 2, 2, 3, 0],
+        ),
+        ([BLOCK] * 2, [0, 1]),
+        ([BLOCK] * 16, [0, 1, 2, 3] * 4),
+        # Two groups are within 1.5 times the largest block.
+        ([2 * BLOCK, BLOCK, BLOCK // 2], [0, 1, 1]),
+        ([2 * BLOCK, BLOCK // 2, BLOCK // 2], [0, 0, 0]),
+    ],
+)
+def test_fewest_balanced_groups(
+    operations: list[int], groups: list[int]
+) -> None:
+    assert list(assign_groups(operations)) == groups
+
+
+def due_steps(
+    groups: int, inverse: Any, factor: int, steps: int
+) -> list[list[int]]:
+    """The steps at which each group is due."""
+
+    @tf.function
+    def due(clock: tf.Tensor) -> tf.Tensor:
+        interval = inverse(clock) if callable(inverse) else inverse
+        return tf.stack(
+            find_due_groups(
+                groups,
+                tf.cast(interval, tf.int64),
+                tf.constant(factor, tf.int64),
+                clock,
+            )
+        )
+
+    table = np.array([due(tf.constant(i, tf.int64)) for i in range(steps)])
+    return [np.flatnonzero(column).tolist() for column in table.T]
+
+
+@pytest.mark.parametrize(
+    ("factor", "inverse", "first"),
+    [
+        (10, 100, [1, 25, 51, 75]),
+        (10, 50, [1, 12, 25, 37]),
+        (1, 10, [0, 2, 5, 7]),
+        (1, 2, [0, 0, 1, 1]),
+        (1, 1, [0, 0, 0, 0]),
+        (100, 100, [1, 25, 50, 75]),
+    ],
+)
+def test_four_groups(factor: int, inverse: int, first: list[int]) -> None:
+    """Each group is due once per interval, not with a factor update."""
+    found = due_steps(4, inverse, factor, 3 * inverse)
+    assert found == [[s + k * inverse for k in range(3)] for s in first]
+
+
+def test_no_group_is_lost_when_the_interval_changes() -> None:
+    """After a change, inverse updates are at most both intervals apart."""
+
+    def interval(clock: tf.Tensor) -> tf.Tensor:
+        return tf.where(clock < 21, 5, tf.where(clock < 107, 20, 50))
+
+    for found in due_steps(4, interval, 5, 400):
+        assert found[0] < 5
+        gaps = np.diff(found)
+        assert gaps[np.array(found[:-1]) < 15].max() == 5
+        assert gaps.max() <= 70
+        assert gaps[np.array(found[:-1]) > 130].max() == 50
+
+
+def inverses(state: dict[str, Array], layer: str) -> list[Array]:
+    named = {k: v for k, v in state.items() if ":solver_" in k and layer in k}
+    assert sorted(k.split(":")[1] for k in named) == ["solver_A", "solver_G"]
+    return [named[k] for k in sorted(named)]
+
+
+# Form groups of the three blocks, of 468, 341 and 243 operations.
+@mock.patch.multiple(placement, _MIN_OPERATIONS=1, _SLACK=1)
+def test_each_block_with_its_group() -> None:
+    """All decompose at first, then each group by its step's factors."""
+    turns = {"first": [0, 1, 7], "second": [0, 3, 9], "logits": [0, 5]}
+    model = sequential(
+        keras.layers.Dense(5, activation="tanh", name="first"),
+        keras.layers.Dense(5, activation="tanh", name="second"),
+        keras.layers.Dense(3, name="logits"),
     )
-    inner = optimizer.inner_optimizer
-    assert optimizer.iterations is inner.iterations
-    assert len(optimizer.variables) == 2 + 2 * 4
-    for ours, theirs in zip(optimizer.variables, inner.variables, strict=True):
-        assert ours is theirs
+    optimizer = tfkfac.KFAC(
+        keras.optimizers.SGD(0.1),
+        damping=0.1,
+        factor_update_interval=2,
+        inverse_update_interval=6,
+        gradient_accumulation_steps=2,
+    )
+    model.compile(optimizer, loss())
+    before: dict[str, Array] = {}
+    for step in range(10):
+        x, y = data(seed=step)
+        for _ in range(2):
+            model.train_on_batch(x, y)
+        after, factors = curvature(optimizer), optimizer.factors()
+        for layer, due in turns.items():
+            got = inverses(after, layer)
+            if step in due:
+                A, G = (find(factors, layer)[k].astype(float) for k in "AG")
+                A_inverse, G_inverse = got
+                # P = A_inverse W G_inverse, of a random W.
+                W = np.random.default_rng(0).normal(size=(len(A), len(G)))
+                want = inverse_solve(W, A, G, 0.1)
+                assert_close(A_inverse @ W @ G_inverse, want, 1e-4)
+            else:
+                old = inverses(before, layer)
+                assert all(map(np.array_equal, got, old)), (layer, step)
+        before = after
+    # Steps 0, 1, 3, 5, 7 and 9.
+    assert int(optimizer.inverse_updates) == 6
