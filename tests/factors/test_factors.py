@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.harness import assert_close
 from tests.support.reference import Array
-from tfkfac.factors import (
-    VALUES,
-    Dense,
-    Diagonal,
-    LowRank,
-    Stack,
-)
+from tfkfac.factors import VALUES, Dense, Diagonal, LowRank, Stack
 from tfkfac.factors.low_rank import nystroem_half, probes
 
 SIZES = st.integers(1, 7)

@@ -8,13 +8,7 @@ import tensorflow as tf
 
 from tests.support.harness import assert_close
 from tests.support.reference import Array
-from tfkfac.fisher import (
-    Bernoulli,
-    Categorical,
-    Distribution,
-    Normal,
-    Poisson,
-)
+from tfkfac.fisher import Bernoulli, Categorical, Distribution, Normal, Poisson
 
 Z = np.array([[0.3, -1.0, 1.5], [2.0, 0.0, -0.5]])
 P = 1 / (1 + np.exp(-Z))

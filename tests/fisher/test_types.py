@@ -254,10 +254,7 @@ def test_factors_of_a_fitted_model(batches: int) -> None:
     for old, new in zip(before, model.get_weights(), strict=True):
         assert old.tobytes() == new.tobytes()
     hessians = of_softmax(z)
-    want = {
-        "hidden": (X, hidden_factor(model, hessians)),
-        "out": (h, hessians),
-    }
+    want = {"hidden": (X, hidden_factor(model, hessians)), "out": (h, hessians)}
     for name, (inputs, matrices) in want.items():
         a = append_one(inputs.astype(np.float64))
         pair = a.T @ a / ROWS, matrices.mean(0)

@@ -15,13 +15,7 @@ import tfkfac
 from tests.support.harness import assert_close, find, flat
 from tests.support.reference import Array, inverse_solve
 from tests.support.schedules import Formula
-from tests.support.small import (
-    curvature,
-    data,
-    gradients_of,
-    loss,
-    mlp,
-)
+from tests.support.small import curvature, data, gradients_of, loss, mlp
 from tests.support.summaries import sequential
 from tfkfac.kfac import placement
 from tfkfac.kfac.placement import assign_groups, find_due_groups
@@ -123,10 +117,7 @@ def half(iteration: Any) -> Any:
     ids=["formulas", "schedules"],
 )
 def test_intervals(
-    factor: Any,
-    inverse: Any,
-    want_factors: list[int],
-    want_inverses: list[int],
+    factor: Any, inverse: Any, want_factors: list[int], want_inverses: list[int]
 ) -> None:
     loop = Loop(factor_update_interval=factor, inverse_update_interval=inverse)
     assert loop.updates(13) == (want_factors, want_inverses)

@@ -58,10 +58,7 @@ def reduced(
 
 @pytest.mark.parametrize(
     ("packs", "dtype", "size"),
-    [
-        (False, "bfloat16", 1e8),
-        (True, "float16", 1e-12),
-    ],
+    [(False, "bfloat16", 1e8), (True, "float16", 1e-12)],
 )
 def test_statistics_of_any_magnitude(
     packs: bool, dtype: str, size: float

@@ -184,6 +184,14 @@ def compiled(model: Any) -> Any:
     return model
 
 
+def ratio_after(model: Any, *batch: Any) -> float:
+    """The ratio after a step without a warning; 1 without curvature."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.train_on_batch(*batch)
+    return float(model.optimizer.method.states[0].length.ratio)
+
+
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_one_warning_without_curvature(eagerly: bool) -> None:
     """Also if the reason, with the shape of a tensor, differs per trace."""
@@ -212,10 +220,7 @@ def test_sparse_inputs() -> None:
     model = compiled(
         keras.Sequential([keras.Input((4,), sparse=True), layers.Dense(4)])
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.train_on_batch(x, tf.zeros([8, 4]))
-    assert float(model.optimizer.method.states[0].length.ratio) != 1.0
+    assert ratio_after(model, x, tf.zeros([8, 4])) != 1.0
 
 
 @pytest.mark.parametrize(
@@ -267,10 +272,7 @@ def test_loss_with_any_arguments() -> None:
     for model_class in (keras.Sequential, AnyArguments, OnlyArguments):
         dense = layers.Dense(4, kernel_initializer="ones")
         model = compiled(model_class([keras.Input((4,)), dense]))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model.train_on_batch(x, tf.zeros([8, 4]), weights)
-        ratios.append(float(model.optimizer.method.states[0].length.ratio))
+        ratios.append(ratio_after(model, x, tf.zeros([8, 4]), weights))
     assert ratios[0] == ratios[1] == ratios[2] != 1.0
 
 
@@ -290,10 +292,7 @@ def test_output_that_is_none() -> None:
     """The curvature is known."""
     inputs = keras.Input((4,))
     model = compiled(WithoutState(inputs, layers.Dense(4)(inputs)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.train_on_batch(tf.ones([8, 4]), tf.zeros([8, 4]))
-    assert float(model.optimizer.method.states[0].length.ratio) != 1.0
+    assert ratio_after(model, tf.ones([8, 4]), tf.zeros([8, 4])) != 1.0
 
 
 def test_eager_steps_trace_a_custom_layer_once() -> None:

@@ -545,11 +545,7 @@ LOSSES: dict[str, Any] = {
     "weights": keras.losses.MeanSquaredError("mean_with_sample_weight"),
     "outputs": keras.losses.MeanSquaredError(),
 }
-TERMS = {
-    "two: capped": True,
-    "two: weights": False,
-    "two: outputs": True,
-}
+TERMS = {"two: capped": True, "two: weights": False, "two: outputs": True}
 
 
 def train_tokens(name: str, is_masked: bool) -> Result:

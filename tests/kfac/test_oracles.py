@@ -111,11 +111,7 @@ def test_three_steps(name: str, solver: str, clip: str) -> None:
     data, model = load(name), build(name)
     kl_clip = float(data["kl_clip"]) if clip == "clip" else None
     optimizer = compile_for(
-        model,
-        name,
-        eager=solver == "eigen",
-        solver=solver,
-        kl_clip=kl_clip,
+        model, name, eager=solver == "eigen", solver=solver, kl_clip=kl_clip
     )
     for t in (1, 2, 3):
         step = f"{solver}_{clip}/step{t}"
@@ -137,10 +133,7 @@ def test_three_steps(name: str, solver: str, clip: str) -> None:
                 want = data[f"{step}/weights/{layer.name}/{part}"]
                 what = f"step {t}, {part} of {layer.name}"
                 assert_close(
-                    value.astype(np.float64) - start,
-                    want - start,
-                    5e-5,
-                    what,
+                    value.astype(np.float64) - start, want - start, 5e-5, what
                 )
 
 

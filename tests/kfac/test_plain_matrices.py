@@ -117,8 +117,7 @@ def test_matrices_move_along_their_polar_factors() -> None:
 
 
 @pytest.mark.parametrize(
-    "rules",
-    [{}, {"skip_layers": "lstm.*"}, {"only_layers": ["logits", "mix"]}],
+    "rules", [{}, {"skip_layers": "lstm.*"}, {"only_layers": ["logits", "mix"]}]
 )
 def test_other_weights_are_left_to_the_rest_optimizer(rules: Any) -> None:
     """These are vectors, embeddings and excluded layers."""

@@ -1,4 +1,4 @@
-"""Warnings and hints of K-FAC."""
+"""Warnings, hints and reports of K-FAC."""
 
 import re
 import warnings
@@ -12,7 +12,9 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
+from tests.support.dtypes import floats
 from tests.support.harness import randomize, weights_of
+from tests.support.placements import place
 from tests.support.reference import (
     append_one,
     clip_factor,
@@ -22,9 +24,17 @@ from tests.support.reference import (
 )
 from tests.support.small import (
     FEATURES,
+    LateBuilt,
+    Scale,
+    compiled_mlp,
+    curvature,
+    data,
     gradients_of,
+    loss,
+    summary_text,
+    unbuilt_sequential,
 )
-from tests.support.summaries import leftovers_of, sequential
+from tests.support.summaries import bind, blocks_of, leftovers_of, sequential
 
 
 def warnings_of(action: Callable[[], Any]) -> list[str]:
@@ -200,13 +210,12 @@ def test_clip_hint_of_raw_pixels(capfd: Any) -> None:
     model = keras.Sequential(
         [keras.Input((64,)), layers.Dense(64, "relu"), layers.Dense(10)]
     )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(tfkfac.KFAC(step="natural"), loss)
-    factors = []
+    model.compile(tfkfac.KFAC(step="natural"), loss())
+    clips = []
     for _ in range(20):
         model.train_on_batch(128 + 60 * images, labels)
-        factors.append(model.optimizer.last_step["clip_factor"])
-    assert np.median(factors) > 0.1
+        clips.append(model.optimizer.last_step["clip_factor"])
+    assert np.median(clips) > 0.1
     assert "normalise the inputs" in capfd.readouterr().err
 
 
@@ -237,3 +246,157 @@ def test_a_custom_loop_is_warned_of_an_unobserved_loss(terms: Any) -> None:
             optimizer.apply(gradients, model.trainable_variables)
     texts = [str(w.message) for w in caught if "1 for a sum" in str(w.message)]
     assert len(texts) == (terms is None)
+
+
+# -------------------------------------------------------------------- summary
+def test_summary() -> None:
+    """One row per block with its shapes, weights and bytes."""
+    model = sequential(
+        layers.Conv2D(6, 3, groups=2, use_bias=False, name="grouped"),
+        layers.GroupNormalization(2, center=False, name="norm"),
+        layers.SeparableConv2D(5, 2, name="separable"),
+        layers.Flatten(),
+        layers.Dense(7, name="dense"),
+        Scale(name="scale"),
+        shape=(5, 5, 2),
+    )
+    optimizer = bind(model)
+    assert {k: v[:4] for k, v in blocks_of(optimizer).items()} == {
+        "grouped": ["Conv", "2 of 9 x 9", "2 of 3 x 3", "54"],
+        "norm": ["Normalization", "-", "6 of 1 x 1", "6"],
+        "depthwise/separable": [
+            "SeparableConv, depthwise",
+            "6 of 4 x 4",
+            "6 of 1 x 1",
+            "24",
+        ],
+        "pointwise/separable": [
+            "SeparableConv, pointwise",
+            "7 x 7",
+            "5 x 5",
+            "35",
+        ],
+        "dense": ["Dense", "21 x 21", "7 x 7", "147"],
+    }
+    assert list(leftovers_of(optimizer)) == ["scale:gain"]
+    text = summary_text(optimizer)
+    assert "Preconditioned weights: 266 of 273." in text
+    assert "solver inverse, inner optimizer SGD" in text
+    assert f"model '{model.name}'" in text
+    # The factors and inverses of the last layer, in float32.
+    assert blocks_of(optimizer)["dense"][4] == "3.83 KB"
+    size = 2 * 4 * (21**2 + 7**2) / 1024
+    assert size == pytest.approx(3.83, abs=5e-3)
+
+
+@pytest.mark.parametrize("build", [unbuilt_sequential, LateBuilt])
+def test_summary_before_the_model_is_built(build: Callable[[], Any]) -> None:
+    """An error before the model is built; a table after a step."""
+    model = build()
+    optimizer = tfkfac.KFAC(step="natural")
+    model.compile(optimizer, loss(), run_eagerly=True)
+    for report in (optimizer.summary, optimizer.state_bytes):
+        with pytest.raises(ValueError, match=r"not built.*`model\.build"):
+            report()
+    model.train_on_batch(*data())
+    assert list(blocks_of(optimizer)) == ["hidden", "logits"]
+
+
+def test_reports_before_a_first_step() -> None:
+    """A built model has factors of zeros."""
+    optimizer = compiled_mlp().optimizer
+    for block in optimizer.factors().values():
+        assert not block["A"].any()
+        assert not block["G"].any()
+    late = tfkfac.KFAC(step="natural")
+    keras.Sequential([layers.Dense(2)]).compile(late)
+    with pytest.raises(ValueError, match=r"no factors yet.*Train a step"):
+        late.factors()
+
+
+# ------------------------------------------------------------------- bytes
+@pytest.mark.parametrize(
+    ("solver", "dtype", "inverse"),
+    [("eigen", "float64", None), ("inverse", "float32", "bfloat16")],
+)
+def test_state_bytes_are_those_of_the_variables(
+    solver: str, dtype: str, inverse: str | None
+) -> None:
+    with floats(dtype):
+        tokens = keras.Sequential(
+            [
+                keras.Input((6,), dtype="int32"),
+                layers.Embedding(9, 4, name="tokens"),
+                layers.Conv1D(4, 2, groups=2),
+                layers.BatchNormalization(),
+                layers.SeparableConv1D(3, 2),
+                layers.Flatten(),
+                layers.Dense(2, use_bias=False),
+            ]
+        )
+    optimizer = bind(
+        tokens, solver=solver, inverse_dtype=inverse, factor_dtype=inverse
+    )
+    row = blocks_of(optimizer)["tokens"]
+    assert row[:4] == ["Embedding", "diagonal 9", "4 x 4", "36"]
+    state = curvature(optimizer)
+
+    def stored_bytes(entry: str, stored: str) -> int:
+        values = [
+            v for k, v in state.items() if k.split(":")[1].startswith(entry)
+        ]
+        assert all(v.dtype.name == stored for v in values)
+        return sum(v.nbytes for v in values)
+
+    got = optimizer.state_bytes()
+    assert got == {
+        "factors": stored_bytes("factor_A", dtype)
+        + stored_bytes("factor_G", dtype),
+        "decompositions": stored_bytes("solver_", inverse or dtype),
+        "total": got["factors"] + got["decompositions"],
+    }
+    assert got["factors"] > 0
+    assert got["decompositions"] > 0
+
+
+WORKERS = 4
+FLOAT = 4
+# Mode: number of gradient workers of a layer.
+MODES = {"comm_opt": 4, "mem_opt": 1, "hybrid_opt 1/2": 2, "dp_kfac": 1}
+# Elements of all layers of `SIZES`; the embedding's A is diagonal.
+WEIGHTS = 7 * 4 + 2 * 5 * 3 + 6 * 2 + 7 * 3
+FACTORS = 7 + 4**2 + 2 * (5**2 + 3**2) + 6 * 2**2 + 7**2 + 3**2
+EIGENVALUES = 4 + 2 * (5 + 3) + 6 * 2 + 7 + 3
+SENT = {"inverse": FACTORS, "eigen": FACTORS + EIGENVALUES}
+# Products of eigenvalues are stored, one per weight (KAISA, section 4.4).
+KEPT = {"inverse": FACTORS, "eigen": FACTORS - 7 + WEIGHTS}
+
+
+@pytest.mark.parametrize("solver", ["inverse", "eigen"])
+@pytest.mark.parametrize(("mode", "gradient_workers"), MODES.items())
+def test_bytes_by_hand(mode: str, gradient_workers: int, solver: str) -> None:
+    """KAISA, section 3.1: sums over four workers, g of them gradient workers.
+
+    Each factor has one owner, which sends its decomposition to g - 1 workers.
+    A preconditioned gradient goes to the workers outside of the g.
+    """
+    placement = place(mode, WORKERS, solver)
+    g, ranks = gradient_workers, range(WORKERS)
+    states = [placement.state_bytes(rank) for rank in ranks]
+    received = [placement.communication_bytes(rank, 400) for rank in ranks]
+
+    def total(step: str, message: str) -> float:
+        return sum(row[step][message] for row in received) / FLOAT
+
+    assert sum(row["factors"] for row in states) == FLOAT * FACTORS
+    kept = sum(row["decompositions"] for row in states)
+    assert kept == FLOAT * g * KEPT[solver]
+    sent = total("inverse", "decompositions")
+    assert sent == (g - 1) * SENT[solver]
+    away = total("plain", "preconditioned_gradients")
+    assert away == (WORKERS - g) * WEIGHTS
+    # All-reduce: 2 (P - 1) / P of the data per worker. The message has the
+    # seven factors and their numbers of rows.
+    assert total("plain", "gradients") == 2 * (WORKERS - 1) * 100
+    reduced = 0 if mode == "dp_kfac" else FACTORS + 7
+    assert total("factor", "factors") == 2 * (WORKERS - 1) * reduced

@@ -11,13 +11,7 @@ from keras import layers
 
 import tfkfac
 from tests.support.harness import assert_close, compiled, randomize
-from tests.support.reference import (
-    SOLVES,
-    Array,
-    append_one,
-    factors,
-    gradient,
-)
+from tests.support.reference import SOLVES, Array, append_one, factors, gradient
 from tests.support.small import kfac_of
 from tests.support.summaries import bind, blocks_of, leftovers_of, sequential
 from tfkfac.blocks import registry
@@ -68,10 +62,7 @@ def test_default_limit() -> None:
     """The default limit is 640, including the bias row."""
     default = tfkfac.KFAC(step="natural")
     limit = Limit(default.max_factor_dim, method.FACTOR_RANK)
-    for inputs, factor in (
-        (639, Dense(640)),
-        (640, LowRank(641, 64)),
-    ):
+    for inputs, factor in ((639, Dense(640)), (640, LowRank(641, 64))):
         model = sequential(layers.Dense(1, name="wide"), shape=(inputs,))
         (block,) = build_registry(model, (), limit=limit).blocks
         assert block.factors["A"] == factor
@@ -133,8 +124,7 @@ def linear(solver: str, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("solver", "limit"),
-    [("inverse", 6), ("eigen", 6), ("inverse", 9)],
+    ("solver", "limit"), [("inverse", 6), ("eigen", 6), ("inverse", 9)]
 )
 def test_step_by_its_definition(
     monkeypatch: pytest.MonkeyPatch, solver: str, limit: int

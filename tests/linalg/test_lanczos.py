@@ -17,8 +17,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
-    ("dtype", "graph", "steps"),
-    [("float32", True, 56), ("float64", False, 32)],
+    ("dtype", "graph", "steps"), [("float32", True, 56), ("float64", False, 32)]
 )
 def test_oracle(dtype: str, graph: bool, steps: int) -> None:
     with np.load(DATA) as file:

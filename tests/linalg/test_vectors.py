@@ -68,8 +68,7 @@ def test_none_is_zero() -> None:
 
 # ------------------------------------------------------------------------ sums
 @pytest.mark.parametrize(
-    ("rows", "size"),
-    [(1, 1), (3, CHUNK), (1, CHUNK + 1), (1, 1_000_003)],
+    ("rows", "size"), [(1, 1), (3, CHUNK), (1, CHUNK + 1), (1, 1_000_003)]
 )
 def test_products(rows: int, size: int) -> None:
     """The first product, x . x, has the largest rounding error."""

@@ -1,8 +1,4 @@
-"""Solvers against a linear system with the dense matrix of the block.
-
-A test writes factors into the state of the optimizer and applies a random
-gradient. The step must be the solution of the system with `Block.dense()`.
-"""
+"""Solvers against a linear system with the dense matrix of the block."""
 
 import itertools
 import math
@@ -18,7 +14,6 @@ import tests.support.printed  # noqa: F401
 import tfkfac
 from tests.support.harness import assert_close
 from tests.support.reference import Array
-from tests.support.small import curvature
 from tfkfac.blocks import Block, MatrixGradient
 from tfkfac.blocks.registry import build_registry
 from tfkfac.saving.entries import FORMAT_SECTION, SHARE, STATE
@@ -49,73 +44,68 @@ def second_moments(shape: tuple[int, ...], rng: Any, count: int) -> Array:
 
 
 class Bench:
-    """One layer trained by K-FAC and SGD of rate 1, with settable factors."""
+    """The block of one layer with random factors and a random gradient W."""
 
-    def __init__(self, case: str, solver: str, damping: float) -> None:
+    def __init__(self, case: str, solver: str) -> None:
         make, shape = CASES[case]
-        keras.utils.set_random_seed(0)
         dtype = "int32" if case == "diagonal" else "float32"
+        model = keras.Sequential([keras.Input(shape, dtype=dtype), make()])
+        (self.block,) = build_registry(model, ()).blocks
+        self.specs = self.block.factors
+        self.solver = solver
         self.rng = np.random.default_rng(0)
-        self.model = keras.Sequential([keras.Input(shape, dtype=dtype), make()])
-        self.x = self.rng.integers(0, 5, (6, *shape)).astype(dtype)
-        self.optimizer = tfkfac.KFAC(
-            keras.optimizers.SGD(1.0),
-            solver=solver,
-            damping=damping,
-            kl_clip=None,
-            factor_update_interval=1000,
-            inverse_update_interval=1000,
-        ).attach(self.model)
-        self.optimizer.build(self.model.trainable_variables)
-        # No update is due: the intervals are not over, and the decomposition
-        # exists (the identity).
-        self.optimizer.iterations.assign(1)
-        (self.block,) = build_registry(self.model, ()).blocks
-        self.put({}, decomposed=1)
+        self.W = self.rng.normal(size=self.block.gradient_shape)
 
-    def put(self, factors: dict[str, Array], decomposed: int = 0) -> None:
-        """Set the averaged factors, 0 by default; then decompose them."""
-        state = curvature(self.optimizer)
-        counts = {"weight": 1, "observed": 1, "decomposed": decomposed}
-        for key in state:
-            _, name, path = key.split(":")
-            if name in counts:
-                state[key] = np.full_like(state[key], counts[name])
-            elif path and name.startswith("factor_"):
-                value = factors.get(name.removeprefix("factor_"), 0.0)
-                state[key] = np.full_like(state[key], value)
-        self.optimizer.load_own_variables(state)
-        self.optimizer.inverse_updates.assign(0)
-
-    def random_factors(self, scales: dict[str, float]) -> dict[str, Array]:
+    def random_factors(
+        self, scales: dict[str, float], rows: int = 20
+    ) -> dict[str, Array]:
         return {
-            name: scales.get(name, 1.0) * second_moments(shape, self.rng, 20)
+            name: scales.get(name, 1.0) * second_moments(shape, self.rng, rows)
             for name, shape in self.block.factor_shapes.items()
         }
 
-    def step(self) -> tuple[Array, Array]:
-        """Apply a random gradient; return gradient and step as matrices."""
-        variables = self.model.trainable_variables
-        with tf.GradientTape() as tape:
-            value = tf.reduce_sum(tf.square(self.model(self.x)))
-        tape.gradient(value, variables)
-        gradients = [
-            tf.constant(self.rng.normal(size=v.shape), tf.float32)
-            for v in variables
-        ]
-        before = [v.numpy() for v in variables]
-        self.optimizer.apply(gradients, variables)
-        pairs = zip(before, variables, strict=True)
-        change = [tf.constant(old - new.numpy()) for old, new in pairs]
-        W, P = map(self.block.to_matrix, (gradients, change))
-        return np.asarray(W, np.float64), np.asarray(P, np.float64)
+    def solve(
+        self, factors: dict[str, Array], damping: float, dtype: str = "float64"
+    ) -> Array:
+        """Precondition W."""
+        solver = make_solver(self.solver)
+        parts = self.decompose(solver, factors, damping, dtype)
+        gradient = MatrixGradient(tf.constant(self.W, dtype))
+        return np.asarray(solver.apply(self.specs, parts, gradient).matrix)
 
-    def descent_step(self) -> tuple[Array, Array]:
-        """`step` that asserts a finite descent direction."""
-        W, P = self.step()
+    def whiten(
+        self, factors: dict[str, Array], damping: float
+    ) -> tuple[Array, Array]:
+        """Return `X = R^T W` and `R X` of the root R."""
+        solver = make_solver(self.solver, by_roots=True)
+        parts = self.decompose(solver, factors, damping, "float64")
+        gradient = MatrixGradient(tf.constant(self.W))
+        X = solver.apply(self.specs, parts, gradient).matrix
+        back = solver.apply_back(self.specs, parts, X)
+        return np.asarray(X), np.asarray(back)
+
+    def decompose(
+        self,
+        solver: Solver,
+        factors: dict[str, Array],
+        value: float,
+        dtype: str,
+    ) -> Any:
+        tensors = {k: tf.constant(v, dtype) for k, v in factors.items()}
+        means = {
+            k: self.specs[k].mean_eigenvalue(t) for k, t in tensors.items()
+        }
+        damping = tf.constant(value, tf.float64)
+        parts = solver.decompose(self.specs, tensors, means, damping)
+        parts = solver.combine(parts, damping)
+        assert {k: part.shape for k, part in parts.items()} == {
+            k: part.shape for k, part in solver.kept(self.specs).items()
+        }
+        return parts
+
+    def assert_descent(self, P: Array) -> None:
         assert np.isfinite(P).all()
-        assert (np.sum(P * W, (-2, -1)) > 0).all()
-        return W, P
+        assert (np.sum(P * self.W, (-2, -1)) > 0).all()
 
 
 def dense_block(block: Block, factors: dict[str, Array]) -> Array:
@@ -161,105 +151,68 @@ def damped(
     )
 
 
-# Damping, and scales of factors, with the shortest steps first: small weights
-# have small rounding errors.
+# Damping, and scales of factors.
 SETTINGS: list[tuple[float, dict[str, float]]] = [
     (10.0, {}),
     (0.05, {"A": 20.0, "G": 1e-3}),
     (1e-3, {"A": 1e-2, "G": 5.0}),
 ]
-of_all_solvers = pytest.mark.parametrize(
+
+
+@pytest.mark.parametrize(
     ("case", "solver"),
     [
         *itertools.product(CASES, SOLVERS),
         *itertools.product(PRINTED_CASES, ["plain_inverse", "eigen_outer"]),
     ],
 )
-
-
-@of_all_solvers
-def test_step_solves_the_damped_block(case: str, solver: str) -> None:
+def test_solution_of_the_damped_block(case: str, solver: str) -> None:
     """For factors of all scales and for small, large and no damping."""
-    bench = Bench(case, solver, 1.0)
-    W, P = bench.step()
-    assert int(bench.optimizer.inverse_updates) == 0
-    assert_close(P, W, 1e-5, "the first decomposition is the identity")
+    bench = Bench(case, solver)
+    shapes = bench.block.factor_shapes
+    zeros = {name: np.zeros(shape) for name, shape in shapes.items()}
     # Zero factors: P = W / damping, and P = W for damping 0.
     for damping in (0.25, 0.0):
-        bench.optimizer.damping = damping
-        bench.put({})
-        W, P = bench.step()
-        both = solver == "plain_inverse" and "A" in bench.block.factors
-        expected = W / (damping or 1.0) ** (2 if both else 1)
-        assert_close(P, expected, 1e-5, f"zeros, damping {damping}")
+        both = solver == "plain_inverse" and "A" in shapes
+        want = bench.W / (damping or 1.0) ** (2 if both else 1)
+        assert_close(bench.solve(zeros, damping), want, 1e-9)
     for damping, scales in SETTINGS:
-        bench.optimizer.damping = damping
         factors = bench.random_factors(scales)
-        bench.put(factors)
-        matrix = damped(bench.block, factors, solver, damping)
-        # The next step reuses the decomposition.
-        for _ in range(2):
-            W, P = bench.step()
-            assert int(bench.optimizer.inverse_updates) == 1
-            assert_close(P, solve(matrix, W), 3e-4, f"{damping} {scales}")
-    # Factors of rank 1 without damping: the step is a descent direction.
-    bench.optimizer.damping = 0.0
-    shapes = bench.block.factor_shapes
-    rank_1 = {k: second_moments(s, bench.rng, 1) for k, s in shapes.items()}
-    bench.put(rank_1)
-    bench.descent_step()
-
-
-@of_all_solvers
-def test_roots(case: str, solver: str) -> None:
-    """`R R^T` is the inverse of the damped block, and `X = R^T W`."""
-    bench, roots = Bench(case, solver, 1.0), make_solver(solver, by_roots=True)
-    block = bench.block
-    for value, scales in SETTINGS:
-        factors = bench.random_factors(scales)
-        tensors = {k: tf.constant(factor) for k, factor in factors.items()}
-        means = {k: tf.constant(mean_eigenvalue(factors[k])) for k in factors}
-        damping = tf.constant(value, tf.float64)
-        parts = roots.decompose(block.factors, tensors, means, damping)
-        parts = roots.combine(parts, damping)
-        assert {k: part.shape for k, part in parts.items()} == {
-            k: part.shape for k, part in roots.kept(block.factors).items()
-        }
-        W = bench.rng.normal(size=block.gradient_shape)
-        gradient = MatrixGradient(tf.constant(W))
-        X = roots.apply(block.factors, parts, gradient).matrix
-        P = roots.apply_back(block.factors, parts, X)
-        want = solve(damped(block, factors, solver, value), W)
+        want = solve(damped(bench.block, factors, solver, damping), bench.W)
+        assert_close(bench.solve(factors, damping), want, 1e-9)
+        # The root R: `R R^T` is the inverse, and W^T R R^T W = |R^T W|^2.
+        X, P = bench.whiten(factors, damping)
         assert_close(P, want, 1e-9)
-        # W^T R R^T W = |R^T W|^2
-        products = np.sum(W * want, (-2, -1))
-        assert_close(np.sum(X.numpy() ** 2, (-2, -1)), products, 1e-9)
+        products = np.sum(bench.W * want, (-2, -1))
+        assert_close(np.sum(X**2, (-2, -1)), products, 1e-9)
+    # Factors of rank 1 without damping: the step is a descent direction.
+    rank_1 = bench.random_factors({}, rows=1)
+    bench.assert_descent(bench.solve(rank_1, 0.0, "float32"))
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("empty", ["A", "G"])
 def test_one_group_of_zeros(empty: str, solver: str) -> None:
     """A group with a zero factor does not change the other groups."""
-    bench = Bench("groups", solver, 0.05)
+    bench = Bench("groups", solver)
     factors = bench.random_factors({})
     factors[empty][1] = 0.0
-    bench.put(factors)
-    W, P = bench.descent_step()
+    P = bench.solve(factors, 0.05)
+    bench.assert_descent(P)
     nonzero = {name: factor[:1] for name, factor in factors.items()}
     matrix = damped(bench.block, nonzero, solver, 0.05)
-    assert_close(P[:1], solve(matrix, W[:1]), 3e-4)
+    assert_close(P[:1], solve(matrix, bench.W[:1]), 1e-9)
     if solver == "eigen":
-        assert_close(P[1], W[1] / 0.05, 1e-4)
+        assert_close(P[1], bench.W[1] / 0.05, 1e-9)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_factors_of_very_different_scales(solver: str) -> None:
     """`pi` is clipped."""
     for tiny, huge in (("A", "G"), ("G", "A")):
-        bench = Bench("dense", solver, 0.01)
+        bench = Bench("dense", solver)
         factors = bench.random_factors({tiny: 1e-20, huge: 1e12})
-        bench.put(factors)
-        bench.descent_step()
+        bench.assert_descent(bench.solve(factors, 0.01, "float32"))
 
 
 # ------------------------------------------------------------ register_solver
