@@ -1,10 +1,11 @@
-"""Finiteness checks, and selection by a flag."""
+"""Finiteness checks, selection by a flag, and flat vectors of tensors."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tfkfac.linalg.tensors import all_finite, are_finite, select
+from tfkfac.linalg.vectors import CHUNK, FlatSpace, row_products
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
@@ -62,3 +63,79 @@ def test_tensors_are_checked_separately() -> None:
     assert bool(all_finite(fine))
     assert not bool(all_finite([*fine, tf.constant(NAN, tf.float16)]))
     assert bool(all_finite([tf.fill([99], tf.constant(6e4, tf.float16))]))
+
+
+# --------------------------------------------------------------- flat vectors
+SHAPES = [(2, 3), (), (4,), (0, 2), (1, 1, 2)]
+
+
+def tensors(dtypes: list[str]) -> list[tf.Tensor]:
+    """Multiples of 0.5, exact in every dtype."""
+    count = iter(np.arange(100) / 2)
+    return [
+        tf.constant(
+            [next(count) for _ in range(int(np.prod(shape)))], dtype, shape
+        )
+        for shape, dtype in zip(SHAPES, dtypes, strict=True)
+    ]
+
+
+def space(dtypes: list[str]) -> FlatSpace:
+    return FlatSpace(SHAPES, [tf.as_dtype(d) for d in dtypes])
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "wide"),
+    [
+        (["float16", "float32", "bfloat16", "float32", "float16"], "float32"),
+        (["float32", "float64", "float32", "bfloat16", "float32"], "float64"),
+    ],
+)
+def test_round_trip(dtypes: list[str], wide: str) -> None:
+    """In row-major order, padded with zeros to a length."""
+    flat, given = space(dtypes), tensors(dtypes)
+    assert flat.size == 13
+    for length in (13, 16):
+        vector = tf.function(flat.join)(given, length)
+        assert vector.dtype == flat.dtype == wide
+        want = [*(np.arange(13) / 2), *np.zeros(length - 13)]
+        np.testing.assert_array_equal(vector, want)
+        for part, tensor in zip(flat.split(vector), given, strict=True):
+            assert (part.dtype, part.shape) == (tensor.dtype, tensor.shape)
+            np.testing.assert_array_equal(part, tensor)
+
+
+def test_length_is_static() -> None:
+    """The static shape of a densified sparse gradient is unknown."""
+    flat = FlatSpace([(4, 2), (3,)], [tf.float32] * 2)
+
+    @tf.function
+    def join(rows: tf.Tensor, indices: tf.Tensor, shape: tf.Tensor) -> None:
+        dense = tf.convert_to_tensor(tf.IndexedSlices(rows, indices, shape))
+        assert dense.shape != (4, 2)
+        assert flat.join([dense, tf.ones(3)]).shape == (11,)
+
+    join(tf.ones([2, 2]), tf.constant([1, 3]), tf.constant([4, 2]))
+
+
+def test_none_is_zero() -> None:
+    given = [*tensors(["float32"] * 5)]
+    given[2] = None
+    vector = space(["float32"] * 5).join(given)
+    np.testing.assert_array_equal(vector[7:11], np.zeros(4))
+    np.testing.assert_array_equal(vector[11:], [5.5, 6.0])
+
+
+# ------------------------------------------------------------------------ sums
+@pytest.mark.parametrize(
+    ("rows", "size"), [(1, 1), (3, CHUNK), (1, CHUNK + 1), (1, 1_000_003)]
+)
+def test_products(rows: int, size: int) -> None:
+    """The first product, x . x, has the largest rounding error."""
+    rng = np.random.default_rng(size)
+    matrix = rng.normal(size=(rows, size)).astype("float32")
+    got = tf.function(row_products)(tf.constant(matrix), matrix[0])
+    exact = matrix.astype("float64")
+    scale = np.linalg.norm(exact[0]) * np.linalg.norm(exact, axis=1)
+    assert got.dtype == tf.float32
+    np.testing.assert_array_less(abs(got - exact @ exact[0]), 3e-7 * scale)
