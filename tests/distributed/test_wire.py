@@ -112,4 +112,4 @@ def test_ranks_within_a_group() -> None:
     for rank, place in [(2, 0), (4, 2)]:
         part = Communicator(rank, 5, "scope", token=token).among((2, 3, 4))
         assert (part.rank, part.size) == (place, 3)
-        assert part._token is token
+        assert part.token is token
