@@ -208,7 +208,7 @@ def test_one_group_of_zeros(empty: str, solver: str) -> None:
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_factors_of_very_different_scales(solver: str) -> None:
-    """`pi` is clipped."""
+    """The direction is finite and a direction of descent."""
     for tiny, huge in (("A", "G"), ("G", "A")):
         bench = Bench("dense", solver)
         factors = bench.random_factors({tiny: 1e-20, huge: 1e12})
