@@ -94,7 +94,7 @@ def race(problem: Problem, name: str, seconds: float) -> Race | None:
         least_squares(residuals, points, roots, problem.variables, clock)
         return clock.race
     if name == TF_LM:
-        # The package supports one residual per point.
+        # tf-levenberg-marquardt supports one residual per point.
         if any(sizes[n] > len(points[n]) for n in points):
             return None
         return tf_levenberg_marquardt(problem, points, roots, clock)
@@ -122,7 +122,7 @@ def tf_levenberg_marquardt(
     rows = np.concatenate(parts)
     model = ModelWrapper(Mixed(problem, widths))
     model(rows[:1])
-    # The default optimizer of the package is shared by all models.
+    # All models would share the package's default optimizer.
     model.compile(
         optimizer=keras.optimizers.SGD(1.0),
         solve_method="cholesky",

@@ -44,7 +44,7 @@ def if_given(
 def check_choice(
     name: str, value: Any, choices: tuple[str, ...], others: str = ""
 ) -> str:
-    """Return `value` if it is one of `choices`; `others` are no strings."""
+    """Return `value` if it is one of `choices`; the error appends `others`."""
     if isinstance(value, str) and value in choices:
         return value
     matches = difflib.get_close_matches(str(value), choices, 1)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 EXAMPLES = pathlib.Path(__file__).parents[1]
 LAUNCH = EXAMPLES.parent / "tools" / "launch.py"
-# Defaults of the environment: trainings run side by side.
+# Default environment: few threads, because trainings run side by side.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
@@ -101,14 +101,14 @@ def optimizer(name: str, **arguments: Any) -> str:
 
 
 def _state(name: str) -> Callable[[Sequence[Record]], float]:
-    """Return a function for the largest state of a worker, in MB."""
+    """Return a measure: the largest state `name` of a worker, in MB."""
     return lambda workers: max(
         worker["state_bytes"].get(name, 0) / 1e6 for worker in workers
     )
 
 
 def _received(step: str) -> Callable[[Sequence[Record]], float]:
-    """Return a function for the most MB that a worker receives in a step."""
+    """Return a measure: the most MB that a worker receives in a step."""
     return lambda workers: max(
         sum(worker["communication_bytes"][step].values()) / 1e6
         for worker in workers

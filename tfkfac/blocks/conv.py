@@ -241,7 +241,7 @@ def conv_slices(layer: keras.layers.Layer, image: tf.Tensor) -> list[tf.Tensor]:
 
 
 def split_channels(slices: Sequence[tf.Tensor], groups: int) -> tf.Tensor:
-    """Return patches `(batch, shared, groups, offsets * channels)`."""
+    """Return patches `(batch, shared, groups, offsets * group channels)`."""
     offsets, channels = len(slices), slices[0].shape[-1] // groups
     patches = fold_positions(tf.concat(slices, -1))
     shape = tf.shape(patches)[:2]

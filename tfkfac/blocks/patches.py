@@ -34,7 +34,7 @@ class Geometry(NamedTuple):
 
 
 def extract_patches(inputs: tf.Tensor, geometry: Geometry) -> list[tf.Tensor]:
-    """Return a slice `(batch, *outputs, channels)` for each kernel offset."""
+    """Return a slice `(batch, *outputs, channels)` per row-major offset."""
     kernel_size, strides, _, dilation = geometry
     image, counts = fit(inputs, geometry)
     starts = [
@@ -157,7 +157,7 @@ class AllChannelPairs:
     def patch_products(
         self, images: tf.Tensor, size: Sequence[int], stride: int = 1
     ) -> tf.Tensor:
-        """Products of all pairs of kernel offsets, summed over patches.
+        """Sum of `p_i p_j` over patches p, for all kernel offsets i and j.
 
         The result has shape `(height, width, height, width, ...)`.
         """
@@ -246,7 +246,7 @@ class Window(NamedTuple):
     size: Sequence[int]
     padding: Sequence[tuple[int, int]]
     outputs: Sequence[Any]
-    stride: int = 1  # Above 1 only for `SameChannelPairs` without correlation.
+    stride: int = 1  # above 1 only in `channel_grams`, not by correlation
 
 
 def patch_gram(images: tf.Tensor, geometry: Geometry, bias: bool) -> Statistic:

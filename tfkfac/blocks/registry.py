@@ -94,6 +94,7 @@ def tap_layers(
 ) -> None:
     """Start to record the calls of each trainable layer that has a block.
 
+    Layers whose blocks are all of the classes `without` are skipped.
     Runs again when a layer that is not built yet is called the first time.
     """
     for node in walk(model, skip_layers, only_layers):
@@ -114,7 +115,7 @@ def build_registry(
     limit: Limit = Block.limit,
     without: tuple[type[Block], ...] = (),
 ) -> Registry:
-    """Create the blocks of a built model, except of the classes `without`."""
+    """Create blocks with factors up to `limit`, but no classes `without`."""
     remaining = {id(v): v for v in model.trainable_variables}
     blocks: list[Block] = []
     leftovers: list[Leftover] = []

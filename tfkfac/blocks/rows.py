@@ -118,7 +118,7 @@ def with_shape(tensor: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
 
 
 def fold_axes(tensor: tf.Tensor, shared: int, features: Any) -> tf.Tensor:
-    """Reshape to three axes; `shared` is the number of position axes."""
+    """Reshape to `(batch, positions, features)`; merge `shared` axes."""
     positions = tensor.shape[1 : 1 + shared].num_elements()
     if positions:
         return tf.reshape(tensor, [-1, positions, features])

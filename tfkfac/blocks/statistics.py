@@ -38,7 +38,8 @@ def choose_subsample(
 ) -> Subsample | None:
     """Return the subsample of a worker's batch; None for the whole batch.
 
-    A `fraction` of None is the default subsample.
+    A `fraction` of None is the default subsample. `workers` is the number of
+    workers that sum their statistics.
     """
     if fraction is None:
         min_examples = math.ceil(_MIN_EXAMPLES / workers)
@@ -120,9 +121,10 @@ class View(NamedTuple):
     # gradients are then multiplied by this size, too.
     terms: tf.Tensor | None = None
     subsample: Subsample | None = None
-    # For each loss, the weight of the Fisher matrix of a term.
+    # Weight of a term's Fisher matrix, for each loss; empty for one loss.
     loss_weights: Sequence[tf.Tensor] = ()
-    # Applied to the gradients before their products, which may overflow.
+    # Factor of gradients before their products, which may overflow with loss
+    # scaling; None is 1.
     unscale: tf.Tensor | None = None
 
     def scalars(self) -> dict[str, tf.Tensor]:
@@ -169,8 +171,8 @@ def batch_statistics(
         statistics = []
         for record in records:
             key = _trace_key(block, record, view)
-            # Inline a key that is used once: a function only slows tracing,
-            # except for fixed sizes, where convolutions get oneDNN kernels.
+            # Inline a key that is used once: a shared function only slows
+            # tracing. For fixed sizes it gives convolutions oneDNN kernels.
             if key is None or (key.any_size and counts[key] == 1):
                 statistics.append(_sums(block, record, view))
             else:
@@ -397,7 +399,7 @@ def _compare(
     """Find the choice of records whose sum equals the applied gradient.
 
     Returns the index of the first equal choice, else of the first parallel
-    choice, else of the choice with the smallest angle; and False in this case.
+    choice, else of the smallest angle; and a bool, False for that angle.
     """
     rows = [tf.reshape(matrix, [1, -1]) for matrix in (*recorded, gradient)]
     matrix = tf.concat(rows, 0)
@@ -422,7 +424,7 @@ def _compare(
 
 
 def _merge(records: Sequence[Record], chosen: Sequence[tf.Tensor]) -> Record:
-    """Merge the records of a call: sum the gradients of chosen records."""
+    """Merge the records of a call, with the sum of the chosen gradients."""
     gradients = [
         tf.math.multiply_no_nan(r.gradient, tf.cast(c, r.gradient.dtype))
         for r, c in zip(records, chosen, strict=True)

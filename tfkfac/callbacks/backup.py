@@ -356,7 +356,7 @@ def _parse_name(name: str) -> tuple[int, int]:
 
 
 def _check_backup(path: pathlib.Path) -> dict[str, str]:
-    """Return the "checksum" of a backup, its other "format", or a "fault"."""
+    """Return a "checksum", the "format" of another version, or a "fault"."""
     try:
         checksum = verify_checksum(path)
     except FileNotFoundError:

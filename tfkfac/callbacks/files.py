@@ -45,7 +45,7 @@ def append_checksum(path: pathlib.Path) -> None:
 def verify_checksum(path: pathlib.Path) -> str:
     """Compare the checksum of a file with its content, and return it.
 
-    The text of the ValueError for another or no checksum is a predicate: the
+    The ValueError for a wrong or missing checksum has a predicate as text: the
     caller puts the file's name before it.
     """
     size = path.stat().st_size - len(_DIGEST_MARK) - _NUM_HEX_DIGITS

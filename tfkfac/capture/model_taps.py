@@ -81,6 +81,7 @@ class TraceLists(Generic[N]):
     """Lists of recorded objects, one for each trace and replica."""
 
     def __init__(self) -> None:
+        # A graph stores its objects, so that no other trace uses their tensors.
         self._eager: _Store = {}
 
     def current(self, replica: int | None = None) -> list[N]:
@@ -93,7 +94,7 @@ class TraceLists(Generic[N]):
         return store.setdefault((id(self), index), [])
 
     def visible(self, and_eager: bool = False) -> list[list[N]]:
-        """Return this replica's lists in the outermost to the current graph.
+        """Return this replica's lists, from the outermost to the current graph.
 
         With `and_eager`, the eager list comes first.
         """
@@ -160,7 +161,7 @@ class ModelTap(TraceLists[N], abc.ABC):
         del items[: -self.max_items]
 
     def pop_last(self, default: N) -> N:
-        """Remove this replica's objects; return the last or `default`."""
+        """Remove this replica's objects; return the last, else `default`."""
         items = self.pop_items()
         return items[-1] if items else default
 
@@ -342,7 +343,7 @@ def _all_finite(values: Values) -> tf.Tensor:
 
 
 def metrics_are_reset(model: keras.Model) -> bool:
-    """True if all metrics are in their reset state; an eager collective."""
+    """True if all metrics are in their reset state. An eager collective."""
     return all(
         np.array_equal(
             # `np.asarray(variable)` would cause a warning of NumPy 2.

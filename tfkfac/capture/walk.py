@@ -111,7 +111,7 @@ def walk(
 def matching(
     name: str, rules: Sequence[LayerRule], nodes: Sequence[Node], model: str
 ) -> set[int]:
-    """Ids of the layers that the rules of an argument match, with sublayers."""
+    """Ids of layers that rules match, and sublayers; every rule must match."""
     result: set[int] = set()
     unused: list[LayerRule] = []
     for rule in rules:
@@ -166,7 +166,7 @@ def unbuilt(model: keras.Model) -> list[keras.layers.Layer]:
 
 
 def detach(model: keras.Model, owner: object | None) -> None:
-    """Remove an owner's taps from a model; None for deleted owners."""
+    """Remove an owner's taps from a model; None if the owner was deleted."""
     for node in walk(model):
         forget_first_call(node.layer)
         release_moments(node.layer)

@@ -128,7 +128,7 @@ class Connection:
             self.closed = True
 
     def pop_line(self) -> bytes | None:
-        """Return the next line of the buffer, or None; close if invalid."""
+        """Return the next line or None; an invalid line ends the connection."""
         line_size = self._received.find(b"\n")
         if (
             max(line_size, len(self._received) if line_size < 0 else 0)

@@ -47,7 +47,10 @@ class Stopping(Listener):
             self._channel.broadcast(message)
 
     def end_batch(self) -> bool:
-        """Count a batch; return True if training must stop after it."""
+        """Count a batch; return True if training must stop after it.
+
+        After a request, wait for the announcements of the other workers.
+        """
         with self._changed:
             self._num_batches += 1
             if self._local_stop is None or self._num_batches < self._local_stop:

@@ -50,8 +50,8 @@ class Wait:
         self._start = time.monotonic()
         self._next_reminder = self._next_cause = TIMEOUT_S
         self._printed_cause = ""
-        self.cause = ""
-        self.dropped: list[str] = []
+        self.cause = ""  # why worker 0 cannot be reached
+        self.dropped: list[str] = []  # by worker 0, with reasons
 
     def remaining(self, limit: float) -> float:
         """Return the seconds until the deadline, clipped to [0.001, limit]."""
@@ -61,7 +61,7 @@ class Wait:
         return max(min(limit, self._timeout - passed), 0.001)
 
     def check(self, missing: Sequence[int]) -> None:
-        """Print a reminder that names the missing workers, if it is due."""
+        """Print a reminder if due; raise a TimeoutError after the deadline."""
         passed = time.monotonic() - self._start
         names = ", ".join(self._cluster.name(i) for i in missing[:MAX_NAMED])
         if len(missing) > MAX_NAMED:

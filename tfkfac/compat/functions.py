@@ -93,7 +93,7 @@ def _to_nest(arg: Any) -> Any:
 
 
 def _from_nest(arg: Any, nest: Any) -> Any:
-    """Invert `_to_nest`: a copy of `arg` with the contents of the nest."""
+    """Invert `_to_nest`: rebuild an argument like `arg` from its nest."""
     if isinstance(arg, Member):
         return arg.with_variables(nest)
     return arg if _is_constant(arg) else nest
@@ -265,15 +265,15 @@ def _unoptimized_calls() -> Iterator[None]:
     which takes some milliseconds and gains almost nothing. This relies on a
     call in a graph taking its `config_proto` from `function_call_options`.
     """
-    current = context.context()
-    before = current.function_call_options
-    current.function_call_options = context.FunctionCallOptions(
+    thread_context = context.context()
+    before = thread_context.function_call_options
+    thread_context.function_call_options = context.FunctionCallOptions(
         before.executor_type, _unoptimized_config()
     )
     try:
         yield
     finally:
-        current.function_call_options = before
+        thread_context.function_call_options = before
 
 
 def _unoptimized_config() -> tf.compat.v1.ConfigProto:

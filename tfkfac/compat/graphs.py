@@ -30,7 +30,7 @@ def state_variable(
 ) -> tf.Variable:
     """Create a non-trainable, worker-local variable; legal inside a trace.
 
-    Other workers may have a variable of another shape, or none. `shape`
+    Other workers may have another shape, or no such variable. `shape`
     defaults to the shape of the value; None entries are sizes that may change.
 
     This relies on `ResourceVariable`, a base class of `tf.Variable`, ignoring
@@ -171,7 +171,7 @@ def graph_attribute(graph: tf.Graph, name: str, make: Callable[[], T]) -> T:
 
 
 def is_constant_to_tapes(op_type: str) -> bool:
-    """True if `gradient_registry` has None, a zero derivative, for a type."""
+    """True if `gradient_registry` has None for a type: derivative 0."""
     try:
         return gradient_registry.lookup(op_type) is None
     except LookupError:
@@ -181,8 +181,8 @@ def is_constant_to_tapes(op_type: str) -> bool:
 def operation_without_gradient(error: LookupError) -> str:
     """Return the operation type named by a missing-gradient error.
 
-    This relies on the error messages: one ends with the type, and the message
-    of `PreventGradient` contains "disabled".
+    This relies on the error messages: the registry's message ends with the
+    type, and the message of `PreventGradient` contains "disabled".
     """
     if "disabled" in str(error):
         return "PreventGradient"

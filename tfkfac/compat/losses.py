@@ -180,7 +180,7 @@ def _watched(
 
 
 def loss_weights(model: keras.Model) -> list[tuple[Any, float]]:
-    """Return compiled losses and weights in call order, from `_flat_losses`."""
+    """Return losses and weights by `_flat_losses`; [] before the first call."""
     flat = getattr(compiled_loss(model), "_flat_losses", None) or []
     return [
         (x.loss, 1.0 if x.loss_weights is None else x.loss_weights)

@@ -99,7 +99,7 @@ def kept_losses(model: keras.Model) -> Iterator[None]:
 
 
 def loss_layers(model: keras.Model, scope: keras.StatelessScope) -> list[str]:
-    """Return names of layers whose `_loss_ids` are of losses in a scope."""
+    """Return names of layers that added losses in a scope, by `_loss_ids`."""
     identities = {id(loss) for loss in scope.losses}
     return [x.name for x in all_layers(model) if identities & x._loss_ids]
 
@@ -128,7 +128,7 @@ def has_keras_call(layer: keras.layers.Layer) -> bool:
 
 
 def call_takes_training(layer: keras.layers.Layer) -> bool:
-    """True if `call` has an argument `training`: `_call_has_training_arg`."""
+    """True if `_call_has_training_arg`: `call` has an argument `training`."""
     return bool(layer._call_has_training_arg)
 
 
@@ -153,7 +153,7 @@ def changing_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def replica_variable(variable: keras.Variable) -> tf.Variable:
-    """Return this replica's copy of `_value`; `value` may be a cast."""
+    """Return this replica's copy of `_value`, as `value` may be a cast."""
     return replica_copy(variable._value)
 
 
@@ -239,12 +239,12 @@ def swap_averages_of(
 
 
 def first_epoch(model: keras.Model, initial_epoch: int) -> int:
-    """Return the first epoch of `fit`; `_initial_epoch` is that of a backup."""
+    """Return the first epoch of `fit`; a backup sets `_initial_epoch`."""
     return int(model._initial_epoch or initial_epoch)
 
 
 def set_first_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Set `_initial_epoch`, the first epoch of `fit`; None for its argument."""
+    """Set the first epoch of `fit`, `_initial_epoch`; None: no override."""
     model._initial_epoch = epoch
 
 
@@ -252,7 +252,7 @@ def skip_batches(model: keras.Model, count: int) -> Callable[[], None]:
     """Make `fit` read the first `count` batches without training on them.
 
     Return a function that ends the skipping early. This relies on `fit` calling
-    `train_function` with its iterator once for every `steps_per_execution`
+    `train_function` with its iterator only once per `steps_per_execution`
     batches, and on `train_function` being set before `on_train_begin`.
     """
     train = model.train_function
@@ -323,7 +323,7 @@ def carry_in_state_trees(
 
 
 def is_saving_legacy_file() -> bool:
-    """True while Keras writes an `.h5` file, under "use_legacy_config"."""
+    """True while Keras writes an `.h5` file: it sets "use_legacy_config"."""
     return bool(global_state.get_global_attribute("use_legacy_config", False))
 
 

@@ -55,9 +55,10 @@ else:
 
 
 def named_optimizer(identifier: Any) -> Any:
-    """Create an optimizer from a registered name, which Keras 3.16 refuses."""
+    """Create an optimizer from a custom name; return other identifiers."""
     if not isinstance(identifier, str):
         return identifier
+    # Keras accepts only the names of its own optimizers from 3.16 on.
     custom = keras.saving.get_custom_objects().get(identifier)
     is_class = isinstance(custom, type)
     if is_class and issubclass(custom, keras.optimizers.Optimizer):
@@ -83,7 +84,8 @@ def updates_by_step(optimizer: keras.optimizers.Optimizer) -> bool:
     """True if an optimizer's update consists of its `update_step` calls.
 
     Nadam also qualifies, because `updates_in_replica` handles its momentum
-    product. This relies on other optimizers overriding `_backend_update_step`.
+    product. This relies on all other optimizers with additional work overriding
+    `_backend_update_step`.
     """
     classes = (keras.optimizers.Optimizer, keras.optimizers.Nadam)
     method = type(optimizer)._backend_update_step
@@ -106,7 +108,7 @@ def trainable_variables(
 
 
 def rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Return `_learning_rate`: a variable, schedule or callable."""
+    """Return `_learning_rate`; the property would evaluate a schedule."""
     return optimizer._learning_rate
 
 
@@ -138,8 +140,8 @@ def sgd_momenta(
     """Return SGD's momentum buffers `b` of some variables; [] without momentum.
 
     This relies on `momentums`, indexed by `_get_variable_index`, and on SGD's
-    update: `b = mu b - rate g`, then `w += b`, or `w += mu b - rate g` with
-    `nesterov`.
+    update with momentum `mu` and gradient `g`: `b = mu b - rate g`, then
+    `w += b`, or `w += mu b - rate g` with `nesterov`.
     """
     momenta = optimizer.momentums
     if not momenta:

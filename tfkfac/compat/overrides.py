@@ -126,7 +126,7 @@ def override(instance: Any, name: str, wrapper: Wrapper) -> Override:
 
 @contextlib.contextmanager
 def overridden(instance: Any, name: str, wrapper: Wrapper) -> Iterator[None]:
-    """Context manager: `override` for this thread, in any order of threads."""
+    """Context: `override` for this thread; threads may leave in any order."""
     temporary = _Stack.add(instance, name, wrapper, threading.get_ident())
     try:
         yield

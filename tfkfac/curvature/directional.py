@@ -50,7 +50,7 @@ class LossInputs:
         loss: LossMeasure,
         calls: Sequence[ForwardCall],
     ) -> Self:
-        """Return the inputs of the loss of a step with these model calls."""
+        """Return the inputs of a step's loss; `calls` are recorded calls."""
         call = find_call(model, batch, calls)
         arguments = {k: v for k, v in batch.arguments.items() if k != "y_pred"}
         summed = [terms.summed for terms in batch.terms]

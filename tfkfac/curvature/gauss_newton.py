@@ -88,7 +88,7 @@ def gauss_newton_form(
 class Reading:
     """Replace the inputs of a loss by leaf tensors that tapes watch.
 
-    The `leaves` replace the `outputs`, and their logits where known.
+    The `leaves` replace the `outputs`: model outputs, and logits where known.
     """
 
     def __init__(self, *tapes: tf.GradientTape) -> None:

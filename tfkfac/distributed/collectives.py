@@ -88,7 +88,8 @@ class Communicator:
     ) -> list[tf.Tensor]:
         """Sum tensors of static shape; bitwise equal results on all members.
 
-        `dtype` is the dtype of messages, by default each tensor's.
+        `dtype` is the dtype of messages, by default each tensor's. The sums
+        have the dtypes of the tensors.
         """
         if self.size == 1 or not tensors:
             return list(tensors)

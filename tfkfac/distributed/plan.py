@@ -265,9 +265,10 @@ def _receivers(column: Sequence[int], width: int) -> dict[int, tuple[int, ...]]:
 
 # ------------------------------------------------------------- assignment
 def cost(shape: Work | Sequence[int], policy: str) -> int:
-    """Operations of a decomposition, or elements of a factor with "memory".
+    """Operations of a decomposition; elements for the policy "memory".
 
-    The shape is `(n, n)`, `(groups, n, n)`, or `(n,)` for a diagonal.
+    The shape is `(n, n)` or `(groups, n, n)`, with `n^3` operations per matrix,
+    or `(n,)` for a diagonal, with n operations.
     """
     if isinstance(shape, Sequence):
         elements = math.prod(shape)

@@ -15,7 +15,9 @@ from tfkfac.linalg.symmetric import pack, packed_size, unpack
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Spec of a tensor of a factor or decomposition; multiplied elementwise.
+    """Spec of one tensor of a factor or decomposition.
+
+    It multiplies gradients elementwise, like a diagonal; see `MatrixPart`.
 
     Attributes:
         shape: Shape of the tensor.
@@ -288,7 +290,8 @@ class Factor(abc.ABC):
             side: "left" for `R^T W`, "right" for `W R`.
             back: True for `R W` and `W R^T`. Defaults to False.
         """
-        return self.multiply(root, matrix, side)  # R is symmetric by default
+        # R is symmetric by default, so `back` has no effect.
+        return self.multiply(root, matrix, side)
 
     # -------------------------------------------------------- solver="eigen"
     @abc.abstractmethod

@@ -51,12 +51,12 @@ def _random_transform(size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
 def nystroem_half(
     product: tf.Tensor, columns: tf.Tensor, precision: tf.DType
 ) -> tf.Tensor:
-    """Compute `F` with `F F^T` close to M from `product`, `M Omega`.
+    """Compute `F` with `F F^T` close to a positive semidefinite M.
 
-    `F F^T <= M`, with equality up to rounding if the rank of `M` is at most
-    the number of `columns`, Omega. The result is not finite if the product is
-    not, or if no positive semidefinite matrix has a similar product.
-    `precision` is the dtype in which the product was computed.
+    `columns` is Omega, `(n, r)`, and `product` is `M Omega`. `F F^T <= M`, with
+    equality up to rounding if the rank of M is at most r. The result is not
+    finite if the product is not, or if no positive semidefinite matrix has a
+    similar product. `precision` is the dtype in which the product was computed.
     """
     core = tf.matmul(columns, product, transpose_a=True)
     # Shift by the noise level: rounding errors, plus the asymmetry of the core
@@ -205,7 +205,7 @@ class LowRank(Factor):
     def _correction(
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return `V` and `c` of the inverse in float64."""
+        """Return `V` and `c` of `inverse`, in float64."""
         F, rest = self._split(value)
         trace = self.size * self.mean_eigenvalue(value)
         floor = tf.cast(4 * rounding(value.dtype) * trace, F.dtype)

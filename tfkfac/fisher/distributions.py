@@ -376,7 +376,7 @@ class Output:
     """Predictions that were passed to a loss, and their distribution.
 
     Predictions are `(examples, positions..., outputs of a term)`. The weights
-    of the terms broadcast to the predictions.
+    of the terms broadcast to the predictions; None if all are 1.
     """
 
     predictions: tf.Tensor

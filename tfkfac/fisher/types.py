@@ -100,7 +100,7 @@ def _output_totals(
     output: Output,
     weight: tf.Tensor | None,
 ) -> dict[int, tf.Tensor]:
-    """Sum `g g^T` of each block over the columns of one output."""
+    """Sum `g g^T` of each block over the root's columns of one output."""
     size = output.size
     if size is None or size > _MAX_COLUMNS:
         raise ValueError(

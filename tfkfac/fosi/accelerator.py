@@ -49,7 +49,7 @@ class HeldBatches:
 
 
 def held_variable(tensor: tf.Tensor) -> tf.Variable:
-    """Create a variable for tensors like this, with any number of rows."""
+    """Create a variable for tensors like `tensor`, of any number of rows."""
     row_shape = tensor.shape.as_list()[1:]
     variable_shape = [None, *row_shape] if tensor.shape.rank else []
     shape = [0, *(size or 0 for size in row_shape)] if tensor.shape.rank else []

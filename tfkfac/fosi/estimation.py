@@ -70,7 +70,7 @@ class Estimation:
         return differentiable_sum(self.group, vector)
 
     def draw(self, index: int | tf.Tensor) -> tf.Tensor:
-        """Slice of a random vector with norm near 1; -1: the start vector."""
+        """Slice of a random vector of norm near 1; index -1: start vector."""
         vector = random_vector(self.geometry.size, self._seed, index + 1)
         local = self.shards.local_slice(vector, self.group.rank)
         return tf.cast(local, self.geometry.dtype)

@@ -243,6 +243,7 @@ class Layout(abc.ABC):
 class RowsLayout(Layout):
     """A worker keeps a slice of every direction, like the Lanczos basis.
 
+    Products with V^T all-reduce r numbers; products with V all-gather slices.
     `project_out` reduce-scatters the gradients, so gathering the remainder is
     the second half of their all-reduce.
     """
@@ -306,7 +307,10 @@ class RowsLayout(Layout):
 
 
 class ColumnsLayout(Layout):
-    """A worker keeps whole directions, as published (DHO2, algorithm 3)."""
+    """A worker keeps whole directions, as published (DHO2, algorithm 3).
+
+    Every product with V all-reduces a vector of length n.
+    """
 
     def __init__(self, geometry: Geometry, workers: int) -> None:
         columns = Shards(geometry.directions, workers)

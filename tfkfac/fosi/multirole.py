@@ -401,9 +401,9 @@ def hand_over(
     roles: Roles,
     everyone: Communicator,
 ) -> tuple[tf.Tensor, tf.Tensor] | None:
-    """Send each worker its block of V^T and all Ritz values, and return them.
+    """Send each worker all Ritz values and its block of V^T.
 
-    `spectrum` is None on a worker; the result is None on an accelerator.
+    Returns both on a worker, where `spectrum` is None; None on an accelerator.
     """
     dtype, rank = layout.geometry.dtype, everyone.rank
     values_sender = roles.accelerators[0]
@@ -445,7 +445,7 @@ def pieces(
 ) -> Iterator[tuple[int, int, slice, slice, int]]:
     """Yield the pieces of V^T that accelerators send to workers.
 
-    (worker, accelerator, directions, elements, accelerator's first element)
+    A piece is (worker, accelerator, directions, elements, first held element).
     """
     shards = layout.geometry.slices(len(roles.accelerators))
     for position, worker in enumerate(roles.workers):

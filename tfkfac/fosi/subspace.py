@@ -51,7 +51,7 @@ class Subspace(Slots):
     """
 
     def __init__(self, layout: Layout, inner: InnerTraits, rank: int) -> None:
-        # Not `REPLICATED`, because accelerators have no directions.
+        # `OWNED` instead of `REPLICATED`: accelerators have no directions.
         super().__init__("subspace", spread=Spread.OWNED)
         self.layout = layout
         geometry, (block, local) = layout.geometry, layout.regions(rank)
@@ -141,8 +141,8 @@ class Subspace(Slots):
     def clip_outlier(self, c: tf.Tensor, group: Communicator) -> tf.Tensor:
         """Clip the Newton step `c / |lambda|` at 10 times its RMS length.
 
-        One bad batch could undo the training. SPAM clips gradient spikes (Huang
-        et al., 2025). The first step is not clipped.
+        Otherwise one bad batch could undo the training. SPAM clips gradient
+        spikes likewise (Huang et al., 2025). The first step is not clipped.
         """
         step = c * self.inverse_curvature(group.rank)
         square = tf.reduce_sum(tf.square(step))
@@ -174,7 +174,10 @@ class Subspace(Slots):
         return self.layout.local_values(inverse, rank)
 
     def rate_ratio(self) -> tf.Tensor:
-        """Return `lambda_max / lambda_k`; 1 if `lambda_max <= 0`."""
+        """Return `lambda_max / lambda_k`; 1 if `lambda_max <= 0`.
+
+        Infinity if `lambda_k <= 0 < lambda_max`.
+        """
         largest = self.layout.geometry.largest
         values = tf.convert_to_tensor(self.ritz_values)
         top, kth = values[-1], values[-max(largest, 1)]

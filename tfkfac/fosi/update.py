@@ -60,7 +60,7 @@ def adopt(
     group: Communicator,
     job: Job,
 ) -> None:
-    """Replace the directions by the result of an estimation, if finite."""
+    """Replace the local block of V^T by an estimate, if finite and nonzero."""
     # `ritz_values` is bitwise equal on all replicas: all take the same branch.
     finite = tf.reduce_all(tf.math.is_finite(ritz_values))
     count_each(
@@ -132,7 +132,7 @@ class SplitUpdate:
         weights = self.step.job.model.trainable_variables
         all_present = len(indices_in(self.step, weights)) == len(weights)
         if all_present and is_plain_sgd(self.step.job):
-            # `V^T d` is known before the inner step.
+            # `V^T d` is known before the inner step: no projection of d.
             _, remainders = self._split(self._sgd_step)
             if not self._scales_rate():
                 return Update(remainders)
@@ -208,7 +208,7 @@ class SplitUpdate:
 
     # -------------------------------------------------------------- plain SGD
     def _sgd_step(self, coefficients: tf.Tensor) -> tf.Tensor:
-        """Compute the change along V: `-alpha m / |lambda| - s V^T d`.
+        """Change along V, see the class: `-alpha m / |lambda| - s V^T d`.
 
         SGD's momentum b becomes `mu b - rate (g - V c)`, so V^T b becomes
         `mu V^T b`. Then `V^T d = V^T b`, or `mu V^T b` with Nesterov momentum.

@@ -52,7 +52,8 @@ class LossInput(NamedTuple):
 class Rows(NamedTuple):
     """Examples of a batch, with the function that computes their outputs.
 
-    In `minimize` the examples are the points of one condition.
+    In `minimize` the examples are the points of one condition. The outputs of
+    an example must not depend on other examples.
     """
 
     # Function from points to outputs, by index of the model's output.
@@ -209,7 +210,7 @@ class Jacobian:
         return total
 
     def _output_rows(self, rows: Rows) -> Callable[..., tf.Tensor]:
-        """Return a function from a range to J, `(examples, size, n)`."""
+        """Return a function from a range to its J, `(examples, size, n)`."""
         seeds = tf.eye(rows.size, dtype=self.space.dtype)
         loop, dtype = needs_loop(self.model), self.space.dtype
 

@@ -177,12 +177,13 @@ def search(
     """Try at most `max_tries` dampings until a step lowers the loss.
 
     The first try minimises around `start = momentum`, later tries around zero.
-    `loss` is float64 but computed in `precision`, like `before`. Functions may
-    use collectives, because all replicas make the same tries.
+    `loss` is float64 but computed in `precision`, like `before`.
+    `second_derivatives` maps a step to the argument of `correction`. Both
+    functions may use collectives, because all replicas make the same tries.
     """
     gradient, dtype = equations.gradient, equations.gradient.dtype
     rounding_error = _MIN_REDUCTION * rounding(precision) * tf.abs(before)
-    min_damping = 1e-14 if dtype == tf.float64 else 1e-8  # near rounding
+    min_damping = 1e-14 if dtype == tf.float64 else 1e-8  # near rounding errors
 
     def attempt(index: tf.Tensor, state: Search) -> Search:
         shift = tf.cast(state.damping, dtype) * equations.scale

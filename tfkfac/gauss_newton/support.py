@@ -212,7 +212,7 @@ class Limits(NamedTuple):
 
     @property
     def pass_examples(self) -> int:
-        """Examples per backward pass, to store up to `MAX_STORED` scalars."""
+        """Examples per backward pass; limits stored scalars to `MAX_STORED`."""
         return max(MAX_STORED // max(self.activations, 1), 1)
 
     def space(self, solve: str, residuals: int) -> str:

@@ -140,7 +140,8 @@ def with_rows(active: ActiveBlock, step: Step) -> ActiveBlock:
 
     For few rows, `(a A^-1)^T (g G^-1)` needs fewer multiplications than
     `A^-1 W G^-1`. W is then dropped from the step, so TensorFlow prunes its
-    product. Workers whose batches differ in size make the same choice.
+    product; the applied gradient must be exactly this product (`is_product`).
+    Workers whose batches differ in size make the same choice.
     """
     specs, records = active.block.factors, active.records
     workers = step.group.size
@@ -167,7 +168,8 @@ def with_rows(active: ActiveBlock, step: Step) -> ActiveBlock:
 def bound(rows: RowGradient) -> tf.Tensor:
     """Upper bound of the elements of `a^T g`: `sum |a| * sum |g|`.
 
-    Squared norms could overflow for a finite gradient.
+    The bound is finite only if `a^T g` is. Squared norms could overflow for a
+    finite gradient.
     """
     sums = [tf.reduce_sum(tf.abs(tensor)) for tensor in (rows.a, rows.g)]
     return sums[0] * sums[1]

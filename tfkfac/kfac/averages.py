@@ -253,8 +253,9 @@ class Decomposition(Slots, Member):
 class Momentum(Slots, Member):
     """Nesterov momentum of the gradient matrix of one block.
 
-    The variables hold `mu M` and `mu R_A^T M R_G`. Between inverse updates,
-    `R_A^T M R_G` is a sum of `R_A^T W R_G`, which is cheap for few rows.
+    `M_t = mu M_{t-1} + W_t` with `M_0 = 0`. The variables hold `mu M` and
+    `mu R_A^T M R_G`. Between inverse updates, `R_A^T M R_G` is a sum of
+    `R_A^T W R_G`, which is cheap for few rows.
     """
 
     held = ("value", "whitened")
@@ -282,9 +283,9 @@ class Momentum(Slots, Member):
 def clear_unused(direction: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
     """Set a direction to zero where its gradient is zero.
 
-    Orthogonalisation would make columns with only rounding errors long. Rows
-    with only rounding errors (a bias before a normalisation) are kept: A mixes
-    other rows of the gradient into them.
+    Columns below the rounding error count as zero, because orthogonalisation
+    would make them long. Rows with only rounding errors (a bias before a
+    normalisation) are kept: A mixes other rows of the gradient into them.
     """
     sizes = tf.abs(gradient)
     rows, columns = (
@@ -421,7 +422,7 @@ class Pending(Accumulation):
     def _sums_by_block(
         self,
     ) -> Iterator[tuple[tuple[int, Block], list[Any], Any]]:
-        """Return (position, block), totals and counts of every block."""
+        """Return ((position, block), totals, counts) of every block."""
         items = self._blocks.items()
         return zip(items, self._totals, self._counts, strict=True)
 

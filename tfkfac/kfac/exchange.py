@@ -134,9 +134,10 @@ class Exchange:
         parts: Mapping[int, Tensors],
         layers: Sequence[int],
     ) -> dict[int, dict[str, tf.Tensor]]:
-        """Broadcast the `parts` of this worker to gradient workers.
+        """Broadcast decompositions from owners to gradient workers.
 
-        `layers` are all layers whose decompositions are sent in this step.
+        `parts` are this worker's decompositions, `layers` all layers to send in
+        this step. Returns the decompositions that this worker needs.
         """
         items = self._decomposition_items(layers)
         specs = {

@@ -180,7 +180,7 @@ class SpectralLength(Slots):
         return tf.clip_by_value(rate, _MIN_RATE * c, _MAX_RATE)
 
     def _update_ratio(self, form: tf.Tensor, square: tf.Tensor) -> None:
-        """Update rho by `D^T F D` and `sum |Q|^2`.
+        """Update rho from `D^T F D` (`form`) and `sum |Q|^2` (`square`).
 
         Ignore a form that is not positive: the batch has no weight, or the
         loss is not convex in its inputs.

@@ -82,7 +82,7 @@ class Natural:
     def plain_matrices(
         self, registry: Registry
     ) -> list[tuple[str, keras.Variable]]:
-        """Return path and variable of the uncovered matrices of this rule."""
+        """Path and variable of each uncovered matrix that this rule trains."""
         return []
 
     # ------------------------------------------------------------ the step
@@ -201,7 +201,8 @@ def clip_step(
 
     `lr^2 <P, W>` is the squared length of a step in the Fisher metric, about
     twice the change of the model's predictions in nats (Distributed K-FAC,
-    eq. 16). `products` has `<P, W>` per block.
+    eq. 16). `products` has `<P, W>` per block. The clip is 1 if the length is 0
+    or `kl_clip` is None.
     """
     total = tf.abs(tf.reduce_sum(stack_scalars(products)))
     length = tf.square(tf.cast(learning_rate, tf.float64)) * total
@@ -218,7 +219,11 @@ def precondition_matrices(
     exchange: Exchange,
     damping: tf.Tensor,
 ) -> list[Preconditioned]:
-    """Precondition dense gradients; P is bitwise equal on all workers."""
+    """Precondition dense gradients; P is bitwise equal on all workers.
+
+    All workers have the reduced W. Workers with the decomposition of a block
+    compute its P and send it to the others.
+    """
     plain, preconditioned = matrix_pairs(layers, step)
     positions = [layer.position for layer in layers]
     pairs = zip(positions, preconditioned, strict=True)

@@ -292,8 +292,8 @@ def find_due_groups(
 ) -> list[tf.Tensor]:
     """Return a bool per schedule group, True if its inverse update is due.
 
-    With several groups, one that coincides with a factor update is delayed by
-    a step.
+    Each group is due once per interval. With several groups, a group that
+    coincides with a factor update is delayed by a step.
     """
 
     def conflict(offset: tf.Tensor) -> tf.Tensor:

@@ -24,8 +24,9 @@ _NUM_NAMED = 3
 
 
 def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
-    """Warning if most weights or an important weight are uncovered, or None.
+    """Warning about uncovered weights, or None.
 
+    Given if most weights, a large one, or one of the last layer are uncovered.
     Layers that arguments or the step rule exclude, and matrices that the step
     rule trains itself, do not count.
     """

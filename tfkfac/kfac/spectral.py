@@ -215,7 +215,7 @@ def orthogonalize(
 def chunks(
     layers: Sequence[ActiveBlock], max_elements: int
 ) -> list[list[ActiveBlock]]:
-    """Split blocks into lists of one or at most `max_elements` weights."""
+    """Split blocks into lists of up to `max_elements` weights, or one block."""
     result: list[list[ActiveBlock]] = []
     elements = 0
     for layer in layers:
@@ -282,7 +282,7 @@ def row_pairs(
 def _with_size(
     D: tf.Tensor, Q: tf.Tensor, N: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Scale D to the RMS `RMS`, and `|Q|^2` by the same factor; NaN as D."""
+    """Scale D to the RMS `RMS`, and Q likewise; return D and `|Q|^2`."""
     D = clear_unused(D, N)
     norm = tf.norm(D)
     scale = tf.math.divide_no_nan(_unit_norm(D), norm)
@@ -326,7 +326,10 @@ def _check_directions(
 def _replace_direction(
     valid: tf.Tensor, plain: tf.Tensor, D: tf.Tensor, square: tf.Tensor
 ) -> list[tf.Tensor]:
-    """Replace an invalid D by W, scaled to the RMS of D; by 0 if not finite."""
+    """Return D and `|Q|^2`; for an invalid D, W scaled to the RMS of D.
+
+    `|Q|^2` is then that of the scaled W. Both are zero if W is not finite.
+    """
     norm = tf.norm(plain)
     unit = plain * tf.math.divide_no_nan(_unit_norm(plain), norm)
     unit_square = tf.reduce_sum(tf.square(unit))

@@ -448,8 +448,9 @@ class StepReport(Slots):
     def record(
         self, clip: Clip, damping: tf.Tensor, rate: tf.Tensor | None
     ) -> tf.Tensor:
-        """Record the metrics of a step; True if most first steps were short.
+        """Record the metrics of a step.
 
+        Returns True in step `HINT_STEP` if most steps up to it were short.
         `rate` is SGD's learning rate, or None for another inner optimizer.
         """
         length = tf.square(clip.factor) * clip.length

@@ -120,7 +120,7 @@ class Lanczos:
     def run(
         self, vector: tf.Tensor, steps: int
     ) -> tuple[Tridiagonal, list[tf.Tensor]]:
-        """Return the tridiagonal matrix, and the basis as matrices of rows."""
+        """Run `steps` iterations; return tridiagonal matrix and basis rows."""
         if tf.executing_eagerly():
             return self._run_eagerly(vector, steps)
         state = self.advance(self.begin(vector, steps), 0, steps)
@@ -246,7 +246,7 @@ class Lanczos:
         )
 
     def _multiply(self, candidate: Candidate) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the row and its product; zeros and the vector if fresh."""
+        """Return row and product of a candidate; if fresh, zeros and vector."""
         vector, length, fresh = candidate[:3]
         row = vector * tf.where(fresh, tf.zeros_like(length), 1 / length)
         image = self._product(row)

@@ -76,7 +76,7 @@ def row_products(matrix: tf.Tensor, vector: tf.Tensor) -> tf.Tensor:
 
 
 def _sum_chunks(matrix: tf.Tensor, vector: tf.Tensor) -> tf.Tensor:
-    """Sum the products of full chunks, or of a single shorter chunk."""
+    """Compute `matrix vector` by full chunks, or a single shorter chunk."""
     size = vector.shape[0]
     count = max(size // CHUNK, 1)
     length = size // count

@@ -228,7 +228,8 @@ def loss_of_outputs(
 ) -> tf.Tensor:
     """Compute the loss of given outputs; arguments as in `replay_loss`.
 
-    Losses added by layers come from the current stateless scope.
+    Losses added by layers come from the current stateless scope. Variables that
+    a loss writes are restored.
     """
     tap = LossTap.open(model)
     # Bind declared arguments of `compute_loss`; pass others as keywords.

@@ -93,11 +93,11 @@ def _entropy(call: LossCall, likelihood: str | None) -> tf.Tensor:
         y = y * (1 - smoothing) + smoothing / 2
         entropies = _xlogx(y) + _xlogx(1 - y)
     elif y.shape.rank != call.y_pred.shape.rank:
-        return tf.zeros([], tf.float64)  # classes have no entropy
+        return tf.zeros([], tf.float64)  # classes: the minimum is 0
     else:
         y = y * (1 - smoothing)
         y += smoothing / tf.cast(tf.shape(y)[-1], y.dtype)
-        # Insert `p = y / sum y`, which minimises `-sum y log p`.
+        # `-sum y log p` is minimal at `p = y / sum y`.
         total = tf.reduce_sum(y, -1, keepdims=True)
         entropies = _xlogx(y) - tf.math.xlogy(y, total)
     return _weighted_sum(-entropies, call)

@@ -126,7 +126,7 @@ def needs_recognition(loss: keras.losses.Loss) -> bool:
 def find_unit(
     call: LossCall, reduction: Reduction
 ) -> tuple[float | tf.Tensor, str | None, Recognition | None]:
-    """Return unit u, likelihood and recognition of a loss.
+    """Return the unit u of a loss, its likelihood, and its recognition.
 
     An unknown loss has the unit 1, no likelihood, and a comparison with the
     likelihoods in this batch.
@@ -352,10 +352,10 @@ def _count(reduction: Reduction) -> tuple[tf.Tensor, tf.Tensor | None]:
     weights, mask = reduction.weights, reduction.mask
     valid = None if mask is None else _float64(mask)
     if reduction.kind == "mean_with_sample_weight" and weights is not None:
-        wide = _float64(weights)
+        weights = _float64(weights)
         if valid is not None:
-            wide *= tf.reshape(valid, tf.shape(wide))
-        return tf.reduce_sum(wide), tf.reduce_sum(tf.square(wide))
+            weights *= tf.reshape(valid, tf.shape(weights))
+        return tf.reduce_sum(weights), tf.reduce_sum(tf.square(weights))
     count = _float64(tf.size(reduction.values))
     if valid is None:
         return count, None

@@ -38,7 +38,8 @@ class Slots(Tracked):
         """Declare a tensor of the state and create its variable.
 
         The initial value is a scalar for all elements, or a function that
-        returns the tensor. `fields` has fields of `Entry` for this slot.
+        returns the tensor. `fields` has fields of `Entry` for this slot. Files
+        contain slots with `saved`, by name.
         """
         declared, dtype = self._declared, tf.as_dtype(dtype)
         declared.bytes += math.prod(shape) * dtype.size

@@ -87,7 +87,7 @@ def worker_key(process: int, processes: int) -> str:
 
 
 def find_worker(store: Mapping[str, Any]) -> str | None:
-    """Return the `worker_key` in a store; None if the store has all state."""
+    """Return a store's `worker_key`; None if it has all workers' state."""
     keys = [key for key in store.keys() if split_key(key)[1] == SHARE]  # noqa: SIM118
     return keys[0] if keys else None
 

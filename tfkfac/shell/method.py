@@ -36,7 +36,7 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def create(self) -> Sequence[Tracked]:
-        """Create the state of the local replicas; reuse state that fits."""
+        """Create or reuse the state of local replicas; the model is built."""
 
     def set_run_length(self, steps: int | None) -> None:  # noqa: B027
         """Set the number of training steps of the current `fit`, or None.
@@ -67,7 +67,7 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def events(self) -> list[tuple[str, tf.Variable]]:
-        """Return names and counts of unexpected events, by local replica."""
+        """Return names and counts of unexpected events of local replicas."""
 
     @abc.abstractmethod
     def summary(self) -> list[str]:

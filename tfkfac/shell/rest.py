@@ -88,7 +88,7 @@ def choose_rest(
             stacklevel=3,
         )
     rate = rate_of(rest)
-    if isinstance(rate, ProportionalRate):  # also if restored
+    if isinstance(rate, ProportionalRate):  # from a default or a config
         rate.follow(inner)
     return rest
 

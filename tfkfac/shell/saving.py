@@ -182,7 +182,7 @@ class SavedState(tf.train.experimental.PythonState):
     def load(self, store: Mapping[str, Any]) -> None:
         """Load state that `save` wrote on any number of workers.
 
-        Unusable state causes a warning, state that does not fit an error.
+        Unusable state causes a warning; state that does not fit, a ValueError.
         """
         if not store.keys() and self._job is None:
             return  # a copy of an optimizer that was not built
@@ -294,7 +294,8 @@ def gather_state(
     """Send the state to the first process; every process must call this.
 
     Each entry is sent once, by one replica, unless the first process has it.
-    Returns the whole state by names in a file, None on other processes.
+    On the first process, returns the whole state in host memory, by names in a
+    file; on other processes, None.
     """
     group = job.among_processes("state")
     variables = {
@@ -314,7 +315,7 @@ def gather_state(
                 for rank, key in sent
             ]
             tensors = group.broadcast(
-                # A generator, which copies the tensors of one message at once.
+                # A generator: only the tensors of one message are copied.
                 (
                     tf.constant(variables[key].numpy(), spec.dtype)
                     for key, spec in zip(sent, specs, strict=True)

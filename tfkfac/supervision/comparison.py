@@ -144,7 +144,7 @@ def _order_seeds(data: Any, shuffle: Any, rank: int) -> list[Any]:
 def compare_beginnings(
     optimizer: SecondOrderOptimizer, run: dict[str, Any]
 ) -> None:
-    """Compare configuration and position of all workers before training."""
+    """Compare configuration and position before training, on all workers."""
     group = optimizer.method.job.among_processes("begin")
     # Repeat the comparison of `build`: hyperparameters may have changed.
     check_agreement(optimizer.description(), group)
@@ -157,7 +157,7 @@ def compare_beginnings(
 
 
 def compare_bits(optimizer: SecondOrderOptimizer) -> None:
-    """Compare checksums of the weights of all workers after a step."""
+    """Compare checksums of the weights after a step, on all workers."""
     job, variables = optimizer.method.job, _common_variables(optimizer)
     checksums = [_checksum([variable]) for variable in variables]
     with tf.device("CPU:0"):

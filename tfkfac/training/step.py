@@ -109,7 +109,7 @@ class Step:
         return weighted(excess, self.loss.share)
 
     def record_losses(self, instead: str) -> None:
-        """Record the likelihoods of the losses; `instead` is the fallback."""
+        """Record the matched likelihoods; `instead` describes the fallback."""
         self.job.losses.record(self.loss.losses, self.job, instead)
 
     def drop_gradients(self, indices: Sequence[int], bound: tf.Tensor) -> None:

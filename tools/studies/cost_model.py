@@ -232,7 +232,7 @@ def _statistics(network: Network, block: Block) -> tuple[float, float]:
     if "A" not in block.factors:  # squares of the gradient of each example
         return 0.0, 2.0 * outputs
     of_g = rows * g.multiplications
-    if isinstance(block.factors["A"], Diagonal):  # tokens are counted
+    if isinstance(block.factors["A"], Diagonal):  # counts of tokens
         return of_g, outputs
     inputs = sum(
         block.input_multiplications(call.inputs, rows // len(calls))

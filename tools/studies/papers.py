@@ -31,7 +31,7 @@ WORKERS = 64
 # and overhead. A fit of the peak, too, gives 21 TFLOP/s, more than these GPUs
 # have.
 PEAK, LATENCY = 13.4e12, 5e-6
-# V100 and InfiniBand EDR, not fitted.
+# Peak and bandwidth of V100 and InfiniBand EDR as specified, not fitted.
 KAISA_CLUSTER = Machine(15.7e12, 12.5e9, LATENCY)
 # The gain that KAISA reports, and update intervals that count as stale.
 KAISA_GAIN, STALE = 0.244, (50, 500)
@@ -123,7 +123,7 @@ class PaperNetwork:
     def estimate(
         self, machine: Machine, modes: dict[str, float | None]
     ) -> list[Estimate]:
-        """Estimate modes with their fractions on 64 workers."""
+        """Estimate modes, with gradient worker fractions, on 64 workers."""
         candidates = [Candidate(m, f, self._solver) for m, f in modes.items()]
         return compare_plans(self._load, candidates, machine, WORKERS)
 

@@ -86,7 +86,7 @@ class Block(layers.Layer):
         self.dropout = layers.Dropout(0.1)
 
     def call(self, x: Any, memory: Any = None) -> Any:
-        """Apply the parts, each with a residual connection."""
+        """Apply attention and dense layers, each with a residual connection."""
         first, *others = self.attention
         y = first(x, x, use_causal_mask=self.causal)
         x = self.norms[0](x + self.dropout(y))

@@ -10,8 +10,8 @@ import tensorflow as tf
 from common.data import Data, Split
 from targets.data import idx_images, moved_digits, rows_of, tokens
 
-WORDS = 2000  # of the Llama
-TRAINED_DIGITS = 1440  # of 1,797
+WORDS = 2000  # vocabulary of the Llama
+TRAINED_DIGITS = 1440  # of scikit-learn's 1,797
 
 
 def load(name: str, directory: pathlib.Path | None, examples: int) -> Data:
