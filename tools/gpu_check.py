@@ -53,7 +53,10 @@ OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "fosi": (
         "FOSI",
         {
-            "inner_optimizer": "sgd",
+            "inner_optimizer": {
+                "class_name": "SGD",
+                "config": {"learning_rate": 0.05},
+            },
             "num_largest": 3,
             "warmup_steps": 2,
             "update_interval": 4,

@@ -178,6 +178,19 @@ def finish(
     return model.get_weights()
 
 
+def factors(
+    case: Training, source: str | None = None, target: str | None = None
+) -> dict[str, Any]:
+    """Return the factors of this process, from a file or after some steps."""
+    model = build(case)
+    if source is not None:
+        model.load_weights(source)
+    else:
+        train(model, case, 0, STOP, *savers(target))
+    kept: dict[str, Any] = model.optimizer.factors()
+    return kept
+
+
 def backup(case: Training, directory: str) -> None:
     """Resume from a backup, also from a damaged one, and refuse mismatches."""
     killed = f"{directory}/killed"
@@ -397,6 +410,23 @@ def test_other_workers_and_modes(
     after = on_workers("four", finish, kfac(**HYBRID), source=single)
     for weights in [finish(kfac(), source=two), *after]:
         assert distance(weights, want) <= 2e-7 * distance(want, start)
+
+
+@slow
+def test_factors_of_dp_kfac_move_to_their_new_owner(
+    on_workers: Any, tmp_path: pathlib.Path
+) -> None:
+    path = str(tmp_path / "state.weights.h5")
+    case = kfac(distribution="dp_kfac")
+    workers = on_workers("two", factors, case, target=path)
+    want = {name: value for kept in workers for name, value in kept.items()}
+    workers = on_workers("four", factors, case, source=path)
+    spread = {name: value for kept in workers for name, value in kept.items()}
+    for got in spread, factors(kfac(), source=path):
+        assert got.keys() == want.keys()
+        for layer, named in want.items():
+            for name, factor in named.items():
+                np.testing.assert_array_equal(got[layer][name], factor)
 
 
 @slow

@@ -1,6 +1,6 @@
 """Logs and metrics of batches with a loss that is not finite."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -234,6 +234,44 @@ def test_finite_losses_count() -> None:
         assert got.keys() == want.keys()
         for key, value in want.items():
             np.testing.assert_allclose(got[key], value, rtol=1e-3)
+
+
+# ------------------------------------------------------------------- callbacks
+def epochs() -> Iterator[Any]:
+    """Batches of three epochs; the second is bad."""
+    for x in (X, spoiled(ALL), X):
+        for batch in ALL:
+            rows = slice(BATCH * batch, BATCH * (batch + 1))
+            yield x[rows], Y[rows]
+
+
+def test_bad_epochs_are_never_the_best(tmp_path: Any) -> None:
+    """Callbacks that monitor the loss skip the bad epoch."""
+    model = linear(optimizer=tfkfac.KFAC(1e-4))
+    checkpoint = keras.callbacks.ModelCheckpoint(
+        tmp_path / "{epoch}.keras", monitor="loss", save_best_only=True
+    )
+    stopping = keras.callbacks.EarlyStopping("loss", patience=3)
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=2)
+    history = model.fit(
+        epochs(), steps_per_epoch=BATCHES, epochs=3, verbose=0,
+        callbacks=[checkpoint, stopping, plateau], validation_data=(X, Y),
+    ).history  # fmt: skip
+    losses = history["loss"]
+    assert np.isnan(losses).tolist() == [False, True, False]
+    least = np.nanmin(losses)
+    assert [checkpoint.best, stopping.best, plateau.best] == [least] * 3
+    assert {path.stem for path in tmp_path.iterdir()} == {"1", "3"}
+    assert np.isfinite(history["val_loss"]).all()
+
+
+def test_terminate_on_nan() -> None:
+    model = linear(optimizer=tfkfac.KFAC(step="natural"))
+    logs = Logs()
+    callbacks = [keras.callbacks.TerminateOnNaN(), logs]
+    x = spoiled((2,), np.inf)
+    model.fit(x, Y, BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+    assert len(logs.batches) == 3
 
 
 # ------------------------------------------------------- too many skipped steps

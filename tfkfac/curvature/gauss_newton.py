@@ -71,8 +71,13 @@ def gauss_newton_form(
         push = jacobian_product(model_tape, outputs, values)
         refuse_silent_zeros(model, num_before)
         with naming_layers(model):
-            dtypes = [leaf.dtype for leaf in leaves]
-            tangents = [list(map(tf.cast, push(d), dtypes)) for d in directions]
+            tangents = [
+                [
+                    tf.cast(t, leaf.dtype)
+                    for t, leaf in zip(push(d), leaves, strict=True)
+                ]
+                for d in directions
+            ]
             images = [
                 outer.gradient(
                     slopes,

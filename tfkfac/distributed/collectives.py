@@ -22,7 +22,7 @@ import itertools
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -135,7 +135,7 @@ class Communicator:
 
     def broadcast(
         self,
-        tensors: Iterable[tf.Tensor] | None,
+        tensors: Sequence[tf.Tensor] | None,
         like: Sequence[tf.TensorSpec],
         root: int,
         members: tuple[int, ...],

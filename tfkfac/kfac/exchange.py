@@ -28,7 +28,7 @@ from tfkfac.solvers import Solver
 _MAX_SUM = 2.0**15
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Exchange:
     """Pack, send and unpack tensors between workers, according to a plan.
 

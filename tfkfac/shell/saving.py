@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import math
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -13,7 +14,7 @@ import tensorflow as tf
 
 from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.distributed.agreement import exchange
-from tfkfac.distributed.collectives import Communicator
+from tfkfac.distributed.collectives import Communicator, split_buckets
 from tfkfac.saving.entries import (
     STATE,
     Contents,
@@ -314,19 +315,21 @@ def gather_state(
                 tf.TensorSpec(pieces[rank][key].shape, pieces[rank][key].dtype)
                 for rank, key in sent
             ]
-            tensors = group.broadcast(
-                # A generator: only the tensors of one message are copied.
-                (
-                    tf.constant(variables[key].numpy(), spec.dtype)
-                    for key, spec in zip(sent, specs, strict=True)
-                ),
-                specs,
-                sender,
-                (_CHIEF, sender),
-            )
-            if group.rank == _CHIEF:
-                arrays = (tensor.numpy() for tensor in tensors or ())
-                values.update(zip(sent, arrays, strict=True))
+            remaining = iter(sent)
+            # One message at a time bounds the memory for its copies.
+            for bucket in split_buckets(specs):
+                message = list(itertools.islice(remaining, len(bucket)))
+                tensors = None
+                if group.rank == sender:
+                    tensors = [
+                        tf.constant(variables[key].numpy(), spec.dtype)
+                        for key, spec in zip(message, bucket, strict=True)
+                    ]
+                members = _CHIEF, sender
+                received = group.broadcast(tensors, bucket, sender, members)
+                if group.rank == _CHIEF and received is not None:
+                    arrays = [tensor.numpy() for tensor in received]
+                    values.update(zip(message, arrays, strict=True))
     if group.rank != _CHIEF:
         return None
     values |= {key: variables[key].numpy() for key in keys if key in variables}
