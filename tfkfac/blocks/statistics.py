@@ -424,7 +424,7 @@ def _compare(
 
 
 def _merge(records: Sequence[Record], chosen: Sequence[tf.Tensor]) -> Record:
-    """Merge the records of a call, with the sum of the chosen gradients."""
+    """Merge the records of a call; sum the gradients with `chosen = 1`."""
     gradients = [
         tf.math.multiply_no_nan(r.gradient, tf.cast(c, r.gradient.dtype))
         for r, c in zip(records, chosen, strict=True)

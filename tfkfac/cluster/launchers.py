@@ -108,7 +108,7 @@ class Torchrun(Launcher):
 
     @override
     def coordinator(self) -> str:
-        """Return the master's address, with port + 1 if torchrun uses it."""
+        """Return the master's address; port + 1 if torchrun occupies port."""
         host, port = (self.environment[name] for name in self.other_variables)
         has_store = self.environment.get("TORCHELASTIC_USE_AGENT_STORE")
         if has_store == "True" and _is_number(port):

@@ -200,7 +200,7 @@ class Watch(Listener):
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _is_past(self, event: _PeerEvent) -> bool:
-        """Return True if this worker has ended the `fit` of the event, too."""
+        """Return True if this worker's `fit` number `event.fit` has ended."""
         num_ended = self._num_fits - (self._fit_start is not None)
         return event.fit is not None and num_ended >= event.fit
 

@@ -254,7 +254,7 @@ class LowRank(Factor):
 
     @override
     def eigen(self, value: tf.Tensor) -> Tensors:
-        """Eigenvectors of `F F^T`, their eigenvalues in `M`, and `rest`."""
+        """Decompose `F F^T + rest I`; the last of the eigenvalues is `rest`."""
         F, rest = self._split(value)
         squares, rotation = eigh(tf.matmul(F, F, transpose_a=True))
         is_large = squares > _NEGLIGIBLE * squares[..., -1:]
@@ -292,7 +292,7 @@ class LowRank(Factor):
 
 
 def _stored(V: tf.Tensor, scale: tf.Tensor, dtype: tf.DType) -> Tensors:
-    """Name the tensors of `c (I - V V^T)` by their suffixes."""
+    """Return the tensors `V` and `c` of `c (I - V V^T)` by suffix."""
     return {"": tf.cast(V, dtype), _SCALE: tf.cast(scale, dtype)}
 
 

@@ -53,9 +53,9 @@ def held_variable(tensor: tf.Tensor) -> tf.Variable:
     row_shape = tensor.shape.as_list()[1:]
     variable_shape = [None, *row_shape] if tensor.shape.rank else []
     shape = [0, *(size or 0 for size in row_shape)] if tensor.shape.rank else []
-    zero = "" if tensor.dtype == tf.string else 0
+    filler = "" if tensor.dtype == tf.string else 0
     with tf.init_scope():
-        empty = tf.fill(shape, zero)
+        empty = tf.fill(shape, filler)
     return state_variable(empty, tensor.dtype, "held", variable_shape)
 
 

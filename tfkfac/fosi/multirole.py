@@ -219,9 +219,9 @@ class MultiRoleMethod(FOSIMethod):
         self._send_weights(state, everyone)
 
     def _schedule(self, state: RoleState) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return True if an estimation begins, and the iterations to reach.
+        """Return a bool and the next `progress`, both equal on all replicas.
 
-        Both are equal on every replica.
+        The bool is True if an estimation begins in this step.
         """
         clock = self.job.clock
         idle = tf.equal(state.progress, 0)
@@ -344,10 +344,10 @@ class MultiRoleMethod(FOSIMethod):
     # ----------------------------------------------------------- reporting
     @override
     def first(self, updates: int) -> str:
-        timing = self.timing  # an estimation takes an interval of steps
+        timing = self.timing
         wait, interval = timing.warmup(self.states), timing.interval.get()
         if is_number(interval):
-            wait += int(interval)
+            wait += int(interval)  # duration of an estimation, in steps
             return f"the first after update {wait:,}" if updates < wait else ""
         text = f"the first begins before update {wait + 1:,}"
         return text if updates <= wait else ""

@@ -19,9 +19,10 @@ from tfkfac.training.job import Job
 # Leave directions with a curvature below this fraction of the largest curvature
 # to the inner optimizer: the inverse of a small curvature is mostly noise.
 _WEAK = 1e-3
-# Upper bound of a Newton step's length, in units of the running RMS length.
-# With the default rate 0.1, the longest step has the RMS length.
-_OUTLIER = 10.0
+# Upper bound of the length `|V c / lambda|` of a Newton step at the rate 1,
+# relative to the running RMS of this length. The default rate is 0.1, so the
+# longest applied step has this RMS as its length.
+_MAX_RATIO = 10.0
 _DECAY = 0.99  # decay per step of the mean square of step lengths
 # Default warm-up, as a fraction of the updates of the run, or in updates if
 # `fit` does not know the length of the run.
@@ -149,7 +150,7 @@ class Subspace(Slots):
         if not self.layout.reduces_gradients:  # each worker has a slice of c
             (square,) = group.all_reduce([square])
         mean = tf.convert_to_tensor(self.square)
-        limit = tf.where(mean > 0, _OUTLIER**2 * mean, square.dtype.max)
+        limit = tf.where(mean > 0, _MAX_RATIO**2 * mean, square.dtype.max)
         clipped = tf.minimum(square, limit)
         average = _DECAY * mean + (1 - _DECAY) * clipped
         self.square.assign(tf.where(mean > 0, average, clipped))

@@ -119,7 +119,7 @@ class GaussNewtonMethod(Method):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.states: tuple[State, ...] = ()
-        # Outputs, and scalars of a forward pass, per example; set in a trace.
+        # Residuals and forward-pass scalars per example; `run` sets both.
         self.outputs, self.activations = 1, 0
         self.conditions: Conditions | None = None  # the model in `minimize`
 
@@ -327,8 +327,8 @@ class GaussNewtonMethod(Method):
         for m in [int(last["residuals"])] if last else EXAMPLES:
             space = limits.space(solve, m)
             need = bytes_text(limits.peak_bytes(space, m))
-            allowed = "" if limits.allows(space, m) else " (too large)"
-            rows.append((f"{m:,}", space, need + allowed))
+            suffix = "" if limits.allows(space, m) else " (too large)"
+            rows.append((f"{m:,}", space, need + suffix))
         header = ("Residuals m", "Space", "Bytes of a step")
         return [*titles, "", *table(header, rows)]
 

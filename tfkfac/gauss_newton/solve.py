@@ -183,7 +183,8 @@ def search(
     """
     gradient, dtype = equations.gradient, equations.gradient.dtype
     rounding_error = _MIN_REDUCTION * rounding(precision) * tf.abs(before)
-    min_damping = 1e-14 if dtype == tf.float64 else 1e-8  # near rounding errors
+    # Lower bound of the damping, about the rounding errors of the matrix.
+    min_damping = 1e-14 if dtype == tf.float64 else 1e-8
 
     def attempt(index: tf.Tensor, state: Search) -> Search:
         shift = tf.cast(state.damping, dtype) * equations.scale

@@ -395,7 +395,7 @@ class Pending(Accumulation):
         return self.slot(name, shape, block.dtype, layer=block.path, **fields)
 
     def is_for(self, blocks: Mapping[int, Block]) -> bool:
-        """True if the sums fit blocks by their positions, paths and factors."""
+        """True if blocks have the positions, paths and factors of the sums."""
         return [(i, b.path, b.factors) for i, b in blocks.items()] == [
             (i, b.path, b.factors) for i, b in self._blocks.items()
         ]

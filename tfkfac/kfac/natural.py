@@ -150,8 +150,8 @@ class Natural:
         return {}
 
 
-# Loss in nats per term above which many clipped steps are normal. Of 14 healthy
-# runs, the clip limited only the steps of an autoencoder.
+# Loss in nats per term above which no hint is printed, because many clipped
+# steps are normal: of 14 healthy runs, only an autoencoder had clipped steps.
 _HIGH_LOSS = 20.0
 _MAX_INPUT_RMS = 3.0  # RMS of inputs above which a hint is printed
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 # Elements of a chunk. With 512 equal elements, the relative error of oneDNN's
 # products is 5e-6; other products have 4e-7 for 2,048 elements.
 CHUNK = 256
-_PADDING = 2048  # elements; long vectors are padded to a multiple of it
+_PADDING = 2048  # unit of padded sizes, in elements
 
 
 class FlatSpace:

@@ -331,7 +331,7 @@ class _Comparison:
         return tf.stack(columns, 1)
 
     def _by_gradients(self) -> tf.Tensor:
-        """Compare the gradients at the outputs, and the total values.
+        """Compare the loss gradients and total value with each likelihood.
 
         The unit is the least-squares fit of residuals r to gradients g:
         `u = sum(r g) / sum(r^2)`.
@@ -370,9 +370,10 @@ class _Comparison:
         return tf.stack([tf.stack([1 - agrees, *x]) for agrees, *x in wide])
 
     def _use_all_terms(self, rows: list[list[Any]]) -> None:
-        """Sum the likelihood over all terms, as the values of a scalar loss do.
+        """Replace likelihoods of sampled terms by the likelihood of all terms.
 
-        To save time, compute only the first likelihood whose gradients agree.
+        A scalar loss has only a total value, not a value per term. To save
+        time, compute only the first likelihood whose gradients agree.
         """
         number = len(rows)
         flags = tf.stack([row[0] for row in rows])

@@ -84,7 +84,7 @@ _ELEMENTWISE = {
     keras.losses.log_cosh,
     keras.losses.poisson,
 }
-_TOLERANCE = 1e-3  # relative difference of two equal loss values
+_TOLERANCE = 1e-3  # relative tolerance when comparing two loss values
 
 
 def check_labels(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> None:
@@ -171,7 +171,7 @@ def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:
     """
     rank = values.shape.rank
     if rank == 0:
-        return 1.0  # the user's loss averages over the examples
+        return 1.0  # assume that the loss averages only over the examples
     outputs, terms = y_pred.shape[1:], values.shape[1:]
     if outputs.is_fully_defined() and terms.is_fully_defined():
         return max(math.prod(outputs) / max(math.prod(terms), 1), 1.0)

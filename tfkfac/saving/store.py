@@ -82,7 +82,7 @@ def is_foreign(store: Mapping[str, Any]) -> bool:
 
 
 def worker_key(process: int, processes: int) -> str:
-    """Return the key that marks a store with the state of one process."""
+    """Return the key of a store that has the state of only one process."""
     return f"{SHARE}:{process} of {processes}:"
 
 
@@ -192,7 +192,7 @@ def load_state(
 
 
 def _names_and_numbers(path: str) -> tuple[list[str], list[int]]:
-    """Split automatic numbers from the names of a path; 0 without a number."""
+    """Split `a/dense_1` into the names (a, dense) and the numbers (0, 1)."""
     optional = [_NAME.fullmatch(name) for name in path.split("/")]
     matches = [match for match in optional if match is not None]
     return [m[1] for m in matches], [int(m[2] or 0) for m in matches]

@@ -63,7 +63,7 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def contents(self, rank: int) -> Contents:
-        """Return the state to save of a replica of this process."""
+        """Return the state to save for the local replica `rank`."""
 
     @abc.abstractmethod
     def events(self) -> list[tuple[str, tf.Variable]]:

@@ -111,7 +111,7 @@ class ScheduledOptimizer(KerasOptimizer):
     @property
     def use_ema(self) -> bool:
         """True if the inner or the rest optimizer averages the weights."""
-        if self._is_building:  # else Keras would create averages here
+        if self._is_building:  # True would make Keras create averages
             return False
         return bool(self.averaging_optimizers)
 

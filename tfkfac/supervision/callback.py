@@ -52,7 +52,7 @@ class Supervision(keras.callbacks.Callback):
         self._batches = 0
         # Number of updates before `fit`, while its length is unknown.
         self._first_update: int | None = None
-        # End of the decay before `fit`. If it differs, a backup was loaded.
+        # `plan.end` at the start of `fit`; loading a backup changes `plan.end`.
         self._previous_end: int | None = None
         self._events_before: collections.Counter[tuple[str, int]]
         self._events: collections.Counter[str] = collections.Counter()
