@@ -187,7 +187,7 @@ class Limits(NamedTuple):
     weights: int  # number of weights n
     dtype: tf.DType  # dtype of the matrices
     max_bytes: int
-    outputs: int = 1  # number of outputs per example
+    outputs: int = 1  # residuals per example
     activations: int = 0  # scalars of a forward pass per example
 
     def peak_bytes(self, space: str, residuals: int) -> int:
