@@ -28,7 +28,9 @@ from tfkfac.shell.rest import (
 RATE = 0.1
 DEFAULT_KL_CLIP = 0.02
 STEPS = ("natural", "spectral")
-# Rate of Adam for uncovered weights, if the rate of spectral steps is 1.
+# Rate of Adam for uncovered weights, if the rate of spectral steps is 1. On the
+# full problems of the study 0.003 is level: llama 1.458 (0.01: 1.451),
+# transformer 1.485 (1.495), means of two seeds.
 SPECTRAL_REST_RATE = 0.01
 # Default fraction of gradient workers in HYBRID-OPT (KAISA, section 5).
 _HYBRID_FRACTION = 0.5
