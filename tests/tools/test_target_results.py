@@ -117,6 +117,7 @@ def test_defaults_are_compared_over_their_own_seeds() -> None:
     records += ends("kfac:epochs=0.5", 1.0, 0.99)
     for ours in records[3:]:
         ours["environment"] = 1  # another command: no times
+    records[-1]["run"]["share"] = 0.5
     [comparison] = results.compare(records)
     rows = rows_of(comparison)
     assert rows["kfac:epochs=0.5"].end == "tie"  # a single seed
@@ -129,7 +130,9 @@ def test_defaults_are_compared_over_their_own_seeds() -> None:
     ]
     assert line[1:3] == ["Adam: 0.9 ± 0.036", "0.96 ± 0.014, **better**"]
     assert line[3] == "0.99, level"
-    assert report.full_table([comparison])[1][0][2] == line[2]
+    columns, [row, _] = report.full_table([comparison])
+    assert columns[2:] == ["`KFAC()`", "`KFAC()`, 0.5 of the epochs"]
+    assert row[2:] == line[2:]
     sentence = report.headline(records)
     assert "best of 1 tuned baseline on **1 of 1 problems**" in sentence
     assert "level on 0, worse on 0. In half of Adam's epochs it" in sentence
