@@ -179,9 +179,11 @@ def plan_layers(
     settings = MODES[mode]
     if policy is None:
         policy = settings.policy
-    count = workers if settings.gradient_workers == "all" else 1
-    if fraction is not None:
+    if settings.gradient_workers == "fraction":
+        assert fraction is not None  # checked by `tfkfac.Distribution`
         count = gradient_workers(workers, fraction)
+    else:
+        count = workers if settings.gradient_workers == "all" else 1
     work = [
         {name: cost(factor, policy) for name, factor in layer.items()}
         for layer in shapes
