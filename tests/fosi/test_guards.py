@@ -261,8 +261,8 @@ def test_the_step_is_the_inner_optimizers(capfd: Any) -> None:
         ):
             theirs.assign(mine)
         break_(state.subspace, name, value)
-        for one in (model, twin):
-            one.train_on_batch(x, y)
+        for candidate in (model, twin):
+            candidate.train_on_batch(x, y)
         np.testing.assert_array_equal(flat(model), flat(twin))
         assert optimizer.spectrum().shape == (0,)
         for _ in range(3):
@@ -365,11 +365,11 @@ def test_coefficients(layout: str, workers: int) -> None:
     clipped = np.any(want != steps, axis=1)
     np.testing.assert_array_equal(np.flatnonzero(clipped), [5, 7])
     for rank, ((got, _), received) in enumerate(run_together(workers, work)):
-        for i, one in enumerate(got):
+        for i, result in enumerate(got):
             own = shared.local_values(tf.constant(want[i]), rank).numpy()
-            np.testing.assert_allclose(one, own, rtol=1e-12)
+            np.testing.assert_allclose(result, own, rtol=1e-12)
             if not clipped[i]:
-                np.testing.assert_array_equal(one, own)
+                np.testing.assert_array_equal(result, own)
         reported = 12 * Subspace.clip_bytes(shared)
         assert received * 8 == pytest.approx(reported, abs=12)
 

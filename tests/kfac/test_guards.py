@@ -320,22 +320,22 @@ def test_the_plain_gradient_of_that_block_alone(
     x, y = X[:rows], Y[:rows]
     model, twin = make(), make()
     twin.set_weights(model.get_weights())
-    for one in (model, twin):
+    for candidate in (model, twin):
         options = dict.fromkeys(INTERVALS, 100)
-        one.compile(
+        candidate.compile(
             tfkfac.KFAC(keras.optimizers.SGD(0.1), kl_clip=None, **options),
             loss(),
             run_eagerly=make is mlp,
         )
-        one.train_on_batch(x, y)
+        candidate.train_on_batch(x, y)
     optimizer = kfac_of(model)
     tensor = block_of(optimizer, "hidden").decomposition.tensors[0]
     tensor.assign(np.full(tensor.shape, value))
     gradients = [np.array(g) for g in gradients_of(model, x, y)]
     before = model.get_weights()
     capfd.readouterr()
-    for one in (model, twin):
-        one.train_on_batch(x, y)
+    for candidate in (model, twin):
+        candidate.train_on_batch(x, y)
     after, usual = model.get_weights(), twin.get_weights()
     for i, variable in enumerate(model.trainable_variables):
         if "hidden" in variable.path:
@@ -351,8 +351,8 @@ def test_the_plain_gradient_of_that_block_alone(
     # The step after that has a new decomposition, of that block alone.
     twin.set_weights(after)
     renewed = int(optimizer.inverse_updates)
-    for one in (model, twin):
-        one.train_on_batch(x, y)
+    for candidate in (model, twin):
+        candidate.train_on_batch(x, y)
     assert int(optimizer.inverse_updates) == renewed + 1
     assert optimizer.events() == {"plain gradients in hidden": 1}
     for got, want in zip(model.get_weights(), twin.get_weights(), strict=True):
@@ -377,8 +377,8 @@ def test_an_invalid_average_restarts(capfd: Any) -> None:
     average.assign(np.full(average.shape, NAN))
     fresh.set_weights(model.get_weights())
     capfd.readouterr()
-    for one in (model, fresh):
-        one.train_on_batch(X, Y)
+    for candidate in (model, fresh):
+        candidate.train_on_batch(X, Y)
     err = capfd.readouterr().err
     assert "hidden: the factors are not finite" in err
     assert "logits" not in err

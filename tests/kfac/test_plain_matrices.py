@@ -168,6 +168,6 @@ def test_momenta_are_saved(tmp_path: Path) -> None:
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras")
     again.run_eagerly = True
-    for one in (model, again):
-        train(one, 2)
+    for candidate in (model, again):
+        train(candidate, 2)
     assert_same(everything(again), everything(model))

@@ -74,8 +74,8 @@ def without_rest() -> dict[str, list[np.ndarray]]:
     return trained(tfkfac.KFAC(step="natural", skip_layers=["right.*"]))
 
 
-def same(one: Any, other: Any) -> None:
-    for a, b in zip(one, other, strict=True):
+def same(candidate: Any, other: Any) -> None:
+    for a, b in zip(candidate, other, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -124,8 +124,8 @@ def test_rest_rate_follows_callbacks() -> None:
     assert float(optimizer.rest_optimizer.learning_rate) == pytest.approx(1e-3)
     optimizer.learning_rate = 0.05
     again = tfkfac.KFAC.from_config(optimizer.get_config())
-    for one in (optimizer, again):
-        rate = float(one.rest_optimizer.learning_rate)
+    for candidate in (optimizer, again):
+        rate = float(candidate.rest_optimizer.learning_rate)
         assert rate == pytest.approx(2.5e-4)
 
 
@@ -284,8 +284,10 @@ def test_the_rest_optimizer_averages_as_the_inner() -> None:
         for rest in (None, "adam"):
             optimizer = tfkfac.KFAC(inner(), rest_optimizer=rest)
             again = tfkfac.KFAC.from_config(optimizer.get_config())
-            for one in (optimizer, again):
-                got = [getattr(one.rest_optimizer, name) for name in names]
+            for candidate in (optimizer, again):
+                got = [
+                    getattr(candidate.rest_optimizer, name) for name in names
+                ]
                 assert got == [True, 0.75, 3]
         tfkfac.KFAC(inner(), rest_optimizer=inner())
         # Averages that are not used may differ.

@@ -330,7 +330,7 @@ def warnings_of_labels(strategy: Any, index: int) -> dict[str, list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fit_rows(strategy, {"x": Batches(order=order)})
-        texts = [str(one.message) for one in caught]
+        texts = [str(warning.message) for warning in caught]
         found[name] = [text for text in texts if "PyDataset" in text]
     return found
 

@@ -83,9 +83,9 @@ def per_example(model: Any, x: Any, y: Array) -> dict[str, Array]:
     variables = model.trainable_variables
     found: list[list[Array]] = []
     for n in range(len(y)):
-        one = tf.nest.map_structure(lambda a, n=n: a[n : n + 1], x)
+        example = tf.nest.map_structure(lambda a, n=n: a[n : n + 1], x)
         with tf.GradientTape() as tape:
-            outputs = model(one, training=True)
+            outputs = model(example, training=True)
             value = half_squared_error(y[n : n + 1], outputs)
         gradients = tape.gradient(value, [v.value for v in variables])
         found.append([np.asarray(g, np.float64) for g in gradients])
