@@ -192,7 +192,9 @@ if count == 3:
 def test_a_job_goes_on_without_a_worker_that_is_lost() -> None:
     done = launch(3, LOST, "--min-workers", "2")
     assert done.returncode == 0, done.stderr
-    assert set(lines_of(done.stdout, 1)) == {"3", "2"}
+    assert lines_of(done.stdout, 2) == ["3"]
+    # The first start may end before this worker prints.
+    assert lines_of(done.stdout, 1)[-1] == "2"
     done = launch(3, LOST, "--min-workers", "3")
     assert done.returncode == 128 + signal.SIGKILL
     # An error of the program would happen again.
