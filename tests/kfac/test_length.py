@@ -26,8 +26,9 @@ class Steps:
         computed: Numbers of the steps that computed `D^T F D`.
     """
 
-    def __init__(self, updates: int = 400) -> None:
+    def __init__(self, updates: int = 400, is_recurrent: bool = False) -> None:
         self._length = SpectralLength()
+        self._length.is_recurrent = is_recurrent
         self._updates = tf.constant(updates, tf.int64)
         self.computed: list[int] = []
 
@@ -95,6 +96,29 @@ def test_steps_of_long_runs_are_shorter(updates: int, c: float) -> None:
     for (form, excess, labels), want in cases.items():
         rates = Steps(updates).rates([form] * 10, excess, labels)
         assert rates[-1] == pytest.approx(want)
+
+
+@pytest.mark.parametrize(
+    ("excess", "updates", "least"),
+    [
+        (4.0, 400, 0.05),
+        (4.0, 1600, 0.025),
+        (0.01, 400, 0.015),
+        (0.01, 1600, 0.0075),
+        (0.0004, 400, 0.006),
+        (-0.5, 400, 0.006),
+        (NAN, 400, 0.006),
+    ],
+)
+def test_recurrent_layers_have_longer_steps(
+    excess: float, updates: int, least: float
+) -> None:
+    """At least 0.15 times the root of the loss; 0.05 bounds this."""
+    rates = Steps(updates, is_recurrent=True).rates([2e7] * 2, excess)
+    np.testing.assert_allclose(rates, least, rtol=1e-12)
+    rates = Steps(updates, is_recurrent=True).rates([20.0] * 10, excess)
+    kappa = Steps(updates).rates([20.0] * 10, excess)
+    np.testing.assert_allclose(rates, np.maximum(least, kappa), rtol=1e-12)
 
 
 def test_ratio_remembers_large_values() -> None:

@@ -143,6 +143,49 @@ def test_a_model_without_blocks() -> None:
     np.testing.assert_allclose(lengths, lengths[0], rtol=1e-4)
 
 
+class Accumulate(layers.Layer):
+    """A custom cell: a sum of products with a matrix."""
+
+    state_size = 3
+
+    def build(self, shape: Any) -> None:
+        self.matrix = self.add_weight((shape[-1], 3), name="matrix")
+
+    def call(self, x: Any, states: Any) -> Any:
+        total = states[0] + x @ self.matrix
+        return total, [total]
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "rules", "is_recurrent"),
+    [
+        (lambda: layers.GRU(3), (4, 2), {}, True),
+        (lambda: layers.Bidirectional(layers.LSTM(3)), (4, 2), {}, True),
+        (lambda: layers.RNN(Accumulate()), (4, 2), {}, True),
+        (
+            lambda: layers.RNN([layers.GRUCell(3), Accumulate()]),
+            (4, 2),
+            {},
+            True,
+        ),
+        (lambda: layers.ConvLSTM1D(3, 2), (4, 5, 2), {}, True),
+        (lambda: layers.GRU(3), (4, 2), {"skip_layers": [layers.GRU]}, False),
+        (lambda: layers.GRU(3, trainable=False), (4, 2), {}, False),
+        (lambda: layers.TimeDistributed(Mix()), (4, 2), {}, False),
+    ],
+)
+def test_recurrent_layers(
+    layer: Any, shape: Any, rules: Any, is_recurrent: bool
+) -> None:
+    """Spectral steps are longer if they train recurrent layers."""
+    output = [layers.Flatten(), layers.Dense(2)]
+    model = keras.Sequential([keras.Input(shape), layer(), *output])
+    model.compile(tfkfac.KFAC(**rules), "mse", run_eagerly=True)
+    model.train_on_batch(tf.ones([3, *shape]), tf.zeros([3, 2]))
+    [state] = model.optimizer.method.states
+    assert state.length.is_recurrent == is_recurrent
+
+
 class EmbeddingModel(keras.Model):
     def __init__(self) -> None:
         super().__init__()

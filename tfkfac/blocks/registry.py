@@ -45,6 +45,7 @@ class Leftover:
     path: str
     variables: tuple[keras.Variable, ...]
     reason: str
+    is_recurrent: bool = False
 
     @property
     def weights(self) -> int:
@@ -131,7 +132,9 @@ def build_registry(
         if uncovered:
             cause = "not in the block of" if new_blocks else "no block for"
             reason = reason or f"{cause} {type(layer).__name__}"
-            leftovers.append(Leftover(node.path, tuple(uncovered), reason))
+            leftovers.append(
+                Leftover(node.path, tuple(uncovered), reason, node.is_recurrent)
+            )
     return Registry(tuple(blocks), tuple(leftovers))
 
 

@@ -35,12 +35,14 @@ class Node:
         reason: Why the layer can have no block, or None.
         distributor: The `TimeDistributed` that calls the layer at each time
             step, or None. Its input and output are recorded.
+        is_recurrent: True for a recurrent layer and the layers inside.
     """
 
     layer: keras.layers.Layer
     path: str
     reason: str | None
     distributor: keras.layers.TimeDistributed | None = None
+    is_recurrent: bool = False
 
     @property
     def tapped(self) -> keras.layers.Layer:
@@ -93,7 +95,13 @@ def walk(
             reason = parent.reason_inside
             if reason is None and id(child) in ambiguous:
                 reason = "used in a TimeDistributed and elsewhere"
-            node = Node(child, path, reason, distributor(parent.layer))
+            node = Node(
+                child,
+                path,
+                reason,
+                distributor(parent.layer),
+                parent.is_recurrent or isinstance(child, keras.layers.RNN),
+            )
             yield from visit(node, f"{path}/")
             yield node
 

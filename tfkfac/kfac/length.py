@@ -3,7 +3,7 @@
 All directions D of the blocks have the root mean square 0.2, as in Muon. They
 are multiplied by the learning rate s and by
 
-    r = min(max(0.006 c, w kappa / sqrt(rho sum |Q|^2)), 1),
+    r = min(max(f c, w kappa / sqrt(rho sum |Q|^2)), 1),
     kappa = max(0.07 c, min(0.6 sqrt(c (L - H)), 0.45 c sqrt(n))),
     c = min(1, sqrt(400 / T)),
 
@@ -17,7 +17,13 @@ of a term. `|Q|^2` is the squared length of D in the metric of K-FAC, and
 corrects it by the Gauss-Newton matrix F of a quarter of the batch, or of the
 whole batch if the model may depend on the batch size. So kappa is the square
 root of about twice the change of the predictions in nats.
-`w = min(1, t / 10)` in step t: the first factors are rough.
+`w = min(1, t / 10)` in step t: the first factors are rough. The least rate f is
+0.006. For models with recurrent layers it is
+
+    f = max(0.006, min(0.05, 0.15 sqrt(L - H))),
+
+because their gates saturate: rho, of several hundred or more, overestimates how
+much a step changes the predictions.
 """
 
 import functools
@@ -50,6 +56,12 @@ RMS = 0.2
 # Constants of r and kappa in the module docstring, fitted to small problems.
 _MIN_LENGTH, _PER_ROOT_OF_LOSS, _PER_ROOT_OF_LABELS = 0.07, 0.6, 0.45
 _MIN_RATE = 0.006
+# Constants of f for models with recurrent layers. Nine small recurrent networks
+# had 0.17 times the training loss that they have without this f (geometric
+# mean of two seeds), and their held-out loss was level. At 0.1 in place of 0.05
+# training of one of them fails. A bound of 0.05 that does not depend on L has
+# lower training losses and higher held-out losses.
+_MIN_RECURRENT_RATE, _RECURRENT_PER_ROOT_OF_LOSS = 0.05, 0.15
 # Bound of r for saturated predictions, where the divisor `D^T F D` is near 0.
 _MAX_RATE = 1.0
 _WARMUP = 10
@@ -139,10 +151,15 @@ def _without_curvature(job: Job, error: Exception) -> str:
 
 
 class SpectralLength(Slots):
-    """Compute the length of spectral steps; store rho and the step count."""
+    """Compute the length of spectral steps; store rho and the step count.
+
+    Attributes:
+        is_recurrent: True if spectral steps train weights of recurrent layers.
+    """
 
     def __init__(self) -> None:
         super().__init__("length", section=SPECTRAL)
+        self.is_recurrent = False
         self.steps = self.slot("length_steps")
         self.ratio = self.slot("length_ratio", (), "float64", 1.0)
 
@@ -167,17 +184,25 @@ class SpectralLength(Slots):
         due = (self.steps <= _EARLY) | tf.equal(self.steps % _INTERVAL, 0)
         when(due, lambda: self._update_ratio(curvature(), square))
         # Use 0 if the loss is not finite; the gradients may still be finite.
-        excess = tf.where(tf.math.is_finite(excess), excess, 0.0)
+        excess = tf.where(tf.math.is_finite(excess), tf.maximum(excess, 0), 0)
         c = tf.minimum(_SHORT_RUN / tf.cast(updates, tf.float64), 1.0)
         c = tf.sqrt(c)
-        loss_bound = _PER_ROOT_OF_LOSS * tf.sqrt(tf.maximum(excess, 0) * c)
+        loss_bound = _PER_ROOT_OF_LOSS * tf.sqrt(excess * c)
         label_bound = _PER_ROOT_OF_LABELS * c * tf.sqrt(labels)
         kappa = tf.minimum(loss_bound, label_bound)
         kappa = tf.maximum(kappa, _MIN_LENGTH * c)
         warmup = tf.minimum(tf.cast(self.steps, tf.float64) / _WARMUP, 1.0)
         length = tf.sqrt(self.ratio * square)
         rate = warmup * tf.math.divide_no_nan(kappa, length)
-        return tf.clip_by_value(rate, _MIN_RATE * c, _MAX_RATE)
+        return tf.clip_by_value(rate, self._least_rate(excess) * c, _MAX_RATE)
+
+    def _least_rate(self, excess: tf.Tensor) -> tf.Tensor:
+        """Return f for `L - H`."""
+        least = tf.constant(_MIN_RATE, tf.float64)
+        if not self.is_recurrent:
+            return least
+        rate = _RECURRENT_PER_ROOT_OF_LOSS * tf.sqrt(excess)
+        return tf.clip_by_value(rate, least, _MIN_RECURRENT_RATE)
 
     def _update_ratio(self, form: tf.Tensor, square: tf.Tensor) -> None:
         """Update rho from `D^T F D` (`form`) and `sum |Q|^2` (`square`).

@@ -99,6 +99,10 @@ class State(Tracked):
         """Create the state of each block, or reuse state with an equal key."""
         if has_momenta:
             self.length = self.length or SpectralLength()
+            leftovers = placement.registry.leftovers
+            self.length.is_recurrent = bool(
+                plain_matrices([x for x in leftovers if x.is_recurrent])
+            )
             self._fill_plain(placement)
         previous = self.preconditioners
         by_key = {same_shape_key(p.block): p for p in previous}
