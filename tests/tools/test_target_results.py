@@ -110,6 +110,22 @@ def test_the_ratio_is_to_the_first_baseline_at_the_target() -> None:
     assert rows_of(comparison)[OURS].ratio == pytest.approx(0.3)
 
 
+def test_defaults_are_timed_on_the_machine_of_the_baseline() -> None:
+    """Seed 0 of `KFAC()` and all of SGD were trained by other commands."""
+    records = cnn_records()
+    for each in records[4:]:
+        each["run"] |= {"method": "kfac"}
+    for index in (2, 3, 4):
+        records[index]["environment"] = 1
+    [comparison] = results.compare(records)
+    # Seed 1 needs 6 seconds to Adam's 0.92; SGD would be there after 16.
+    assert rows_of(comparison)["kfac"].ratio == pytest.approx(6 / 20)
+    assert rows_of(comparison)["kfac"].claim == "tie"  # a single seed
+    records[0]["environment"] = records[1]["environment"] = 2
+    [comparison] = results.compare(records)
+    assert rows_of(comparison)["kfac"].claim == ""
+
+
 def test_defaults_are_compared_over_their_own_seeds() -> None:
     """Means of the baseline: 0.92 over two seeds, 0.9 over three."""
     records = ends("adam", 2.0, 0.91, 0.93, 0.86)

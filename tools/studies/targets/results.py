@@ -68,12 +68,13 @@ class Row:
         finals: Its final metrics, by seed.
         ratio: Processor seconds until the mean of the seeds reaches the target,
             over the seconds of the first baseline that reaches it; None if the
-            target is never reached.
+            target is never reached. For `KFAC()` only of seeds and baselines
+            that one command trained.
         error: Standard error of the ratio, by the jackknife over the seeds;
             infinite if the target is not reached without some seed.
         claim: "less" or "more" seconds than that baseline, "tie", "not
-            reached"; "" for a baseline, and for `KFAC()` if it was not timed
-            together with the baselines, by one command.
+            reached"; "" for a baseline, and for `KFAC()` if no seed was trained
+            by the command that trained the best baseline.
         end: "less" or "more" final loss than the target, or "tie".
     """
 
@@ -152,14 +153,63 @@ def _row(
         run: {record["run"]["seed"]: record for record in settings[run]}
         for run in {setting, best, *rivals}
     }
-    seeds = by_seed[setting].keys()
+    seeds = timed = [*by_seed[setting]]
+    if is_untuned(setting.method):
+        timed = [
+            seed
+            for seed in seeds
+            if _are_comparable(by_seed, [setting, best], seed)
+        ]
+        rivals = [
+            run
+            for run in rivals
+            if all(_are_comparable(by_seed, [run, best], s) for s in timed)
+        ]
+    ratio, error = math.inf, math.inf
+    if timed:
+        ratio, error = _time_ratio(by_seed, setting, best, rivals, timed)
+    claim = TIE
+    if abs(ratio - 1) >= SIGMAS * error:
+        claim = "less" if ratio < 1 else "more"
+    if math.isinf(ratio):
+        claim = "not reached"
+    if is_baseline(setting.method) or not timed:
+        claim = ""
+
+    def end(run: Run, seed: int) -> float:
+        return loss_of(run, by_seed[run][seed]["curve"]["metric"][-1])
+
+    return Row(
+        setting,
+        finals(settings[setting]),
+        None if math.isinf(ratio) else ratio,
+        error,
+        claim,
+        judge([end(setting, seed) - end(best, seed) for seed in seeds]),
+    )
+
+
+def _are_comparable(
+    records: Mapping[Run, Mapping[int, Record]], runs: Sequence[Run], seed: int
+) -> bool:
+    """Return True if one command trained the runs, so on one machine."""
+    return len({records[run][seed]["environment"] for run in runs}) == 1
+
+
+def _time_ratio(
+    records: Mapping[Run, Mapping[int, Record]],
+    setting: Run,
+    best: Run,
+    rivals: Sequence[Run],
+    seeds: Sequence[int],
+) -> tuple[float, float]:
+    """Return `Row.ratio` and `Row.error`; infinite if not reached."""
 
     def ratio(excluded_seed: int | None) -> float:
-        """Return the ratio of times; infinite if the target is not reached."""
         kept = [seed for seed in seeds if seed != excluded_seed]
         curves = {
-            run: mean_curve(run, [records[seed] for seed in kept])
-            for run, records in by_seed.items()
+            run: mean_curve(run, [records[run][seed] for seed in kept])
+            for run in {setting, best, *rivals}
         }
         target = curves[best][-1][1]
         times = {
@@ -170,41 +220,11 @@ def _row(
 
     whole, count = ratio(None), len(seeds)
     parts = [ratio(seed) for seed in seeds] if count > 1 else [math.inf]
-    error = math.inf
-    if math.inf not in parts:
-        mean = statistics.fmean(parts)
-        squares = sum((part - mean) ** 2 for part in parts)
-        error = math.sqrt((count - 1) / count * squares)
-    claim = TIE
-    if abs(whole - 1) >= SIGMAS * error:
-        claim = "less" if whole < 1 else "more"
-    if math.isinf(whole):
-        claim = "not reached"
-
-    def end(run: Run, seed: int) -> float:
-        return loss_of(run, by_seed[run][seed]["curve"]["metric"][-1])
-
-    return Row(
-        setting,
-        finals(settings[setting]),
-        None if math.isinf(whole) else whole,
-        error,
-        claim if _is_timed(settings, setting, rivals) else "",
-        judge([end(setting, seed) - end(best, seed) for seed in seeds]),
-    )
-
-
-def _is_timed(
-    settings: Mapping[Run, Sequence[Record]], run: Run, rivals: Sequence[Run]
-) -> bool:
-    """Return True if the time of a method is comparable with the rivals'."""
-    if not is_untuned(run.method):
-        return not is_baseline(run.method)
-    commands, rival_commands = (
-        {record["environment"] for run in runs for record in settings[run]}
-        for runs in ((run,), rivals)
-    )
-    return commands <= rival_commands
+    if math.inf in parts:
+        return whole, math.inf
+    mean = statistics.fmean(parts)
+    squares = sum((part - mean) ** 2 for part in parts)
+    return whole, math.sqrt((count - 1) / count * squares)
 
 
 def geometric_means(
