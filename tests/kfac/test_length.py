@@ -113,7 +113,7 @@ def test_steps_of_long_runs_are_shorter(updates: int, c: float) -> None:
 def test_recurrent_layers_have_longer_steps(
     excess: float, updates: int, least: float
 ) -> None:
-    """At least 0.15 times the root of the loss; 0.05 bounds this."""
+    """`r >= c max(0.006, min(0.05, 0.15 sqrt(L - H)))`."""
     rates = Steps(updates, is_recurrent=True).rates([2e7] * 2, excess)
     np.testing.assert_allclose(rates, least, rtol=1e-12)
     rates = Steps(updates, is_recurrent=True).rates([20.0] * 10, excess)

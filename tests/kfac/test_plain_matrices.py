@@ -156,6 +156,32 @@ class Accumulate(layers.Layer):
         return total, [total]
 
 
+class Unrolled(layers.Layer):
+    """A loop in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = layers.LSTMCell(3)
+
+    def call(self, x: Any) -> Any:
+        states = self.cell.get_initial_state(tf.shape(x)[0])
+        for step in range(x.shape[1]):
+            output, states = self.cell(x[:, step], states)
+        return output
+
+
+class CellAndLoop(layers.Layer):
+    """The cell of a recurrent layer is also an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = Accumulate()
+        self.rnn = layers.RNN(self.cell)
+
+    def call(self, x: Any) -> Any:
+        return self.rnn(x)
+
+
 @pytest.mark.parametrize(
     ("layer", "shape", "rules", "is_recurrent"),
     [
@@ -169,6 +195,14 @@ class Accumulate(layers.Layer):
             True,
         ),
         (lambda: layers.ConvLSTM1D(3, 2), (4, 5, 2), {}, True),
+        (Unrolled, (4, 2), {}, True),
+        (CellAndLoop, (4, 2), {}, True),
+        (
+            lambda: layers.TimeDistributed(layers.GRU(3)),
+            (2, 4, 2),
+            {},
+            True,
+        ),
         (lambda: layers.GRU(3), (4, 2), {"skip_layers": [layers.GRU]}, False),
         (lambda: layers.GRU(3, trainable=False), (4, 2), {}, False),
         (lambda: layers.TimeDistributed(Mix()), (4, 2), {}, False),
@@ -180,7 +214,7 @@ def test_recurrent_layers(
     """Spectral steps are longer if they train recurrent layers."""
     output = [layers.Flatten(), layers.Dense(2)]
     model = keras.Sequential([keras.Input(shape), layer(), *output])
-    model.compile(tfkfac.KFAC(**rules), "mse", run_eagerly=True)
+    model.compile(tfkfac.KFAC(**rules), "mse")
     model.train_on_batch(tf.ones([3, *shape]), tf.zeros([3, 2]))
     [state] = model.optimizer.method.states
     assert state.length.is_recurrent == is_recurrent

@@ -193,8 +193,8 @@ def test_a_job_goes_on_without_a_worker_that_is_lost() -> None:
     done = launch(3, LOST, "--min-workers", "2")
     assert done.returncode == 0, done.stderr
     assert lines_of(done.stdout, 2) == ["3"]
-    # The first start may end before this worker prints.
-    assert lines_of(done.stdout, 1)[-1] == "2"
+    # The first start may end before worker 1 prints.
+    assert lines_of(done.stdout, 1) in (["2"], ["3", "2"])
     done = launch(3, LOST, "--min-workers", "3")
     assert done.returncode == 128 + signal.SIGKILL
     # An error of the program would happen again.

@@ -111,16 +111,24 @@ def test_the_ratio_is_to_the_first_baseline_at_the_target() -> None:
 
 
 def test_defaults_are_timed_on_the_machine_of_the_baseline() -> None:
-    """Seed 0 of `KFAC()` and all of SGD were trained by other commands."""
-    records = cnn_records()
-    for each in records[4:]:
-        each["run"] |= {"method": "kfac"}
+    """Other commands trained seed 0 of `KFAC()`, and SGD."""
+    records = [
+        record("adam", 0, (20.0, 0.90)),
+        record("adam", 1, (20.0, 0.92)),
+        record("sgd", 0, (3.0, 0.90), (16.0, 0.80)),
+        record("sgd", 1, (3.0, 0.92), (16.0, 0.80)),
+        record("kfac", 0, (2.0, 0.95)),
+        record("kfac", 1, (6.0, 0.92)),
+    ]
     for index in (2, 3, 4):
         records[index]["environment"] = 1
     [comparison] = results.compare(records)
-    # Seed 1 needs 6 seconds to Adam's 0.92; SGD would be there after 16.
+    # Means of both seeds would be 4 over 20 seconds, SGD's time 3 seconds.
     assert rows_of(comparison)["kfac"].ratio == pytest.approx(6 / 20)
     assert rows_of(comparison)["kfac"].claim == "tie"  # a single seed
+    records[2]["environment"] = records[3]["environment"] = 0
+    [comparison] = results.compare(records)
+    assert rows_of(comparison)["kfac"].ratio == pytest.approx(6 / 3)
     records[0]["environment"] = records[1]["environment"] = 2
     [comparison] = results.compare(records)
     assert rows_of(comparison)["kfac"].claim == ""

@@ -40,7 +40,10 @@ EXCLUDED = "spectral steps leave embeddings to the rest optimizer"
 
 @dataclasses.dataclass(frozen=True)
 class Leftover:
-    """Uncovered trainable variables of a layer, and the reason."""
+    """Uncovered trainable variables of a layer, and the reason.
+
+    `is_recurrent` is that of the layer's `Node`.
+    """
 
     path: str
     variables: tuple[keras.Variable, ...]

@@ -14,6 +14,12 @@ from tfkfac.compat.overrides import release_moments
 
 # Layers that call their sublayers in a loop, where taps do not work.
 _LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
+_RECURRENT = (
+    keras.layers.RNN,
+    keras.layers.SimpleRNNCell,
+    keras.layers.GRUCell,
+    keras.layers.LSTMCell,
+)
 _CONVOLUTIONS = (
     keras.layers.Conv1D,
     keras.layers.Conv2D,
@@ -35,7 +41,8 @@ class Node:
         reason: Why the layer can have no block, or None.
         distributor: The `TimeDistributed` that calls the layer at each time
             step, or None. Its input and output are recorded.
-        is_recurrent: True for a recurrent layer and the layers inside.
+        is_recurrent: True if the layer or a container of it is an `RNN`, or if
+            it is a cell of Keras.
     """
 
     layer: keras.layers.Layer
@@ -75,6 +82,7 @@ def walk(
         ValueError: If a rule matches no layer.
     """
     seen, ambiguous = {id(root)}, ambiguous_layers(root)
+    recurrent = recurrent_layers(root)
     paths: set[str] = set()
 
     def make_unique(path: str) -> str:
@@ -100,7 +108,7 @@ def walk(
                 path,
                 reason,
                 distributor(parent.layer),
-                parent.is_recurrent or isinstance(child, keras.layers.RNN),
+                id(child) in recurrent,
             )
             yield from visit(node, f"{path}/")
             yield node
@@ -159,6 +167,16 @@ def ambiguous_layers(root: keras.layers.Layer) -> set[int]:
         id(child) for layer in layers for child in children(layer)
     )
     return {key for key in wrapped if num_containers[key] > 1}
+
+
+def recurrent_layers(root: keras.layers.Layer) -> set[int]:
+    """Ids of recurrent layers, the layers inside them, and cells of Keras."""
+    return {
+        id(layer)
+        for recurrent in all_layers(root)
+        if isinstance(recurrent, _RECURRENT)
+        for layer in all_layers(recurrent)
+    }
 
 
 def matches(rule: LayerRule, layer: keras.layers.Layer, path: str) -> bool:

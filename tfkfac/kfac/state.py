@@ -101,7 +101,9 @@ class State(Tracked):
             self.length = self.length or SpectralLength()
             leftovers = placement.registry.leftovers
             self.length.is_recurrent = bool(
-                plain_matrices([x for x in leftovers if x.is_recurrent])
+                plain_matrices(
+                    [item for item in leftovers if item.is_recurrent]
+                )
             )
             self._fill_plain(placement)
         previous = self.preconditioners

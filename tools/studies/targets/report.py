@@ -206,8 +206,8 @@ def summary(records: Sequence[Record]) -> Table:
         )
     for method in methods:
         rows = [_rows(comparison)[method] for comparison in comparisons]
-        if any(row.claim for row in rows):
-            to_adam = {_key(c): _rows(c).get(method) for c in adams}
+        to_adam = {_key(c): _rows(c).get(method) for c in adams}
+        if any(row and row.claim for row in (*rows, *to_adam.values())):
             columns += [
                 f"{title(method)}: time to Adam's result (Adam = 1)",
                 f"{title(method)}: time to the best baseline's result",

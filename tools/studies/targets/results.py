@@ -68,8 +68,8 @@ class Row:
         finals: Its final metrics, by seed.
         ratio: Processor seconds until the mean of the seeds reaches the target,
             over the seconds of the first baseline that reaches it; None if the
-            target is never reached. For `KFAC()` only of seeds and baselines
-            that one command trained.
+            target is never reached. For `KFAC()`, only seeds and baselines of
+            the same command count.
         error: Standard error of the ratio, by the jackknife over the seeds;
             infinite if the target is not reached without some seed.
         claim: "less" or "more" seconds than that baseline, "tie", "not
@@ -163,7 +163,9 @@ def _row(
         rivals = [
             run
             for run in rivals
-            if all(_are_comparable(by_seed, [run, best], s) for s in timed)
+            if all(
+                _are_comparable(by_seed, [run, best], seed) for seed in timed
+            )
         ]
     ratio, error = math.inf, math.inf
     if timed:
@@ -192,7 +194,7 @@ def _row(
 def _are_comparable(
     records: Mapping[Run, Mapping[int, Record]], runs: Sequence[Run], seed: int
 ) -> bool:
-    """Return True if one command trained the runs, so on one machine."""
+    """Return True if one command trained all `runs` with `seed`."""
     return len({records[run][seed]["environment"] for run in runs}) == 1
 
 
@@ -203,7 +205,10 @@ def _time_ratio(
     rivals: Sequence[Run],
     seeds: Sequence[int],
 ) -> tuple[float, float]:
-    """Return `Row.ratio` and `Row.error`; infinite if not reached."""
+    """Return the ratio of times and its standard error, see `Row`.
+
+    The ratio is infinite if the target is never reached.
+    """
 
     def ratio(excluded_seed: int | None) -> float:
         kept = [seed for seed in seeds if seed != excluded_seed]
@@ -218,13 +223,13 @@ def _time_ratio(
         }
         return times[setting] / min(times[run] for run in rivals)
 
-    whole, count = ratio(None), len(seeds)
-    parts = [ratio(seed) for seed in seeds] if count > 1 else [math.inf]
-    if math.inf in parts:
-        return whole, math.inf
-    mean = statistics.fmean(parts)
-    squares = sum((part - mean) ** 2 for part in parts)
-    return whole, math.sqrt((count - 1) / count * squares)
+    result, count = ratio(None), len(seeds)
+    ratios = [ratio(seed) for seed in seeds] if count > 1 else [math.inf]
+    if math.inf in ratios:
+        return result, math.inf
+    mean = statistics.fmean(ratios)
+    squares = sum((value - mean) ** 2 for value in ratios)
+    return result, math.sqrt((count - 1) / count * squares)
 
 
 def geometric_means(
