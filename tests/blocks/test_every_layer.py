@@ -101,7 +101,7 @@ def test_statistics(case: str, dtype: str) -> None:
             else None
         )
         for sharing in SHARING:
-            settings = statistics.View(
+            settings = statistics.BatchSettings(
                 sharing,
                 weightless=[tf.constant(w) for w in weightless],
                 terms=tf.constant(BATCH, block.dtype),

@@ -28,9 +28,9 @@ from tfkfac.blocks import Record
 from tfkfac.blocks.dense import EinsumDenseBlock
 from tfkfac.blocks.registry import build_registry
 from tfkfac.blocks.statistics import (
+    BatchSettings,
     Examples,
     Subsample,
-    View,
     batch_statistics,
     choose_subsample,
 )
@@ -117,10 +117,12 @@ def test_subsamples_are_unbiased(case: str) -> None:
     model, records, _ = recorded(case)
     for block in build_registry(model, ()).blocks:
         layers = {0: (block, records)}
-        view = View("reduce", terms=tf.constant(4, block.dtype))
-        want = batch_statistics(layers, view)[0]
-        views = [view._replace(subsample=subsample(0.5, i)) for i in range(2)]
-        halves = [batch_statistics(layers, half)[0] for half in views]
+        settings = BatchSettings("reduce", terms=tf.constant(4, block.dtype))
+        want = batch_statistics(layers, settings)[0]
+        subsampled = [
+            settings._replace(subsample=subsample(0.5, i)) for i in range(2)
+        ]
+        halves = [batch_statistics(layers, half)[0] for half in subsampled]
         for name, (total, _) in want.items():
             mean = np.mean([half[name].total for half in halves], 0)
             assert_close(mean, total, 1e-5, name)
@@ -139,8 +141,8 @@ def test_record_with_another_first_axis() -> None:
     for offset in range(3):
         rows = [offset, offset + 3]
         sample = subsample(FRACTION, offset)
-        view = View("expand", terms=terms, subsample=sample)
-        sums = batch_statistics({0: (block, [record])}, view)[0]
+        settings = BatchSettings("expand", terms=terms, subsample=sample)
+        sums = batch_statistics({0: (block, [record])}, settings)[0]
         want_a = np.einsum("nsi,nsj->ij", x[rows], x[rows]) / 12
         want_g = np.einsum("sni,snj->ij", g[:, rows], g[:, rows]) / 2
         for name, want in (("A", want_a), ("G", want_g)):

@@ -17,7 +17,7 @@ from tests.support.layer_cases import (
 )
 from tests.support.layer_models import one_layer
 from tfkfac.blocks.registry import build_registry
-from tfkfac.blocks.statistics import View, batch_statistics
+from tfkfac.blocks.statistics import BatchSettings, batch_statistics
 from tfkfac.capture.taps import Record, Tap
 from tfkfac.factors import Diagonal, Limit, LowRank
 from tfkfac.factors.low_rank import probes
@@ -76,8 +76,12 @@ def test_sketches_of_wide_factors(case: str) -> None:
     exact = build_registry(model, ()).blocks
     wide = build_registry(model, (), limit=Limit(2, 2)).blocks
     for block, sketched in zip(exact, wide, strict=True):
-        want = batch_statistics({0: (block, records)}, View(sharing))[0]
-        got = batch_statistics({0: (sketched, records)}, View(sharing))[0]
+        want = batch_statistics({0: (block, records)}, BatchSettings(sharing))[
+            0
+        ]
+        got = batch_statistics(
+            {0: (sketched, records)}, BatchSettings(sharing)
+        )[0]
         for name, factor in sketched.factors.items():
             (total, count), (matrix, expected) = got[name], want[name]
             assert count == expected

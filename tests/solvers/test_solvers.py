@@ -137,7 +137,7 @@ def damped(
         shares = dict.fromkeys("AG", np.float64(damping))
     else:
         means = {k: mean_eigenvalue(factor) for k, factor in factors.items()}
-        pi = np.sqrt(means["A"] / means["G"])
+        pi = np.clip(np.sqrt(means["A"] / means["G"]), 1e-6, 1e6)
         root = math.sqrt(damping)
         shares = {"A": pi * root, "G": root / pi}
     return dense_block(
@@ -156,6 +156,7 @@ SETTINGS: list[tuple[float, dict[str, float]]] = [
     (10.0, {}),
     (0.05, {"A": 20.0, "G": 1e-3}),
     (1e-3, {"A": 1e-2, "G": 5.0}),
+    (1e-3, {"A": 1e8, "G": 1e-8}),  # pi without a bound is 1e8
 ]
 
 

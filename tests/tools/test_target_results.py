@@ -129,6 +129,17 @@ def test_defaults_are_timed_on_the_machine_of_the_baseline() -> None:
     records[2]["environment"] = records[3]["environment"] = 0
     [comparison] = results.compare(records)
     assert rows_of(comparison)["kfac"].ratio == pytest.approx(6 / 3)
+    # Seed 0 of K-FAC is not compared with a baseline trained beside `KFAC()`.
+    records += [
+        record(OURS, 0, (5.0, 0.90)) | {"environment": 2},
+        record(OURS, 1, (8.0, 0.92)) | {"environment": 2},
+    ]
+    del records[2:4]
+    records[0]["environment"] = 1
+    records[3]["environment"] = 1
+    records[1]["environment"] = 3
+    [comparison] = results.compare(records)
+    assert rows_of(comparison)[OURS].ratio == pytest.approx(8 / 20)
     records[0]["environment"] = records[1]["environment"] = 2
     [comparison] = results.compare(records)
     assert rows_of(comparison)["kfac"].claim == ""

@@ -64,7 +64,7 @@ class Registry:
     leftovers: tuple[Leftover, ...]
 
     @property
-    def left(self) -> tuple[Leftover, ...]:
+    def uncovered(self) -> tuple[Leftover, ...]:
         """`leftovers`, and the blocks skipped in the last traced step."""
         skipped = [
             Leftover(block.path, tuple(block.variables), block.skip_reason)

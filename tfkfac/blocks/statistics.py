@@ -107,7 +107,7 @@ def _is_plain(record: Record) -> bool:
 K = TypeVar("K")
 
 
-class View(NamedTuple):
+class BatchSettings(NamedTuple):
     """Settings of the batch statistics: weight sharing, scales, subsample."""
 
     sharing: str  # "expand", "reduce" or "average"
@@ -138,7 +138,7 @@ class View(NamedTuple):
         present = {name: x for name, x in fields.items() if x is not None}
         return {name: tf.convert_to_tensor(x) for name, x in present.items()}
 
-    def with_scalars(self, scalars: Mapping[str, tf.Tensor]) -> "View":
+    def with_scalars(self, scalars: Mapping[str, tf.Tensor]) -> "BatchSettings":
         """Return a copy with the given values of the scalar fields."""
         values, subsample = dict(scalars), self.subsample
         if subsample is not None:
@@ -147,7 +147,8 @@ class View(NamedTuple):
 
 
 def batch_statistics(
-    layers: Mapping[K, tuple[Block, Sequence[Record]]], view: View
+    layers: Mapping[K, tuple[Block, Sequence[Record]]],
+    settings: BatchSettings,
 ) -> dict[K, dict[str, Statistic]]:
     """Compute the factors of one batch from all calls of each layer.
 
@@ -159,10 +160,10 @@ def batch_statistics(
     """
     if not layers:
         return {}
-    # Read the variables of the view once, not for each layer.
-    view = view.with_scalars(view.scalars())
+    # Read the variables of the settings once, not for each layer.
+    settings = settings.with_scalars(settings.scalars())
     counts = collections.Counter(
-        _trace_key(block, record, view)
+        _trace_key(block, record, settings)
         for block, records in layers.values()
         for record in records
     )
@@ -170,28 +171,30 @@ def batch_statistics(
     for layer, (block, records) in layers.items():
         statistics = []
         for record in records:
-            key = _trace_key(block, record, view)
+            key = _trace_key(block, record, settings)
             # Inline a key that is used once: a shared function only slows
             # tracing. For fixed sizes it gives convolutions oneDNN kernels.
             if key is None or (key.any_size and counts[key] == 1):
-                statistics.append(_sums(block, record, view))
+                statistics.append(_sums(block, record, settings))
             else:
-                statistics.append(_shared_sums(block, record, view, key))
+                statistics.append(_shared_sums(block, record, settings, key))
         results[layer] = _pool(block, statistics)
     return results
 
 
-def _trace_key(block: Block, record: Record, view: View) -> TraceKey | None:
+def _trace_key(
+    block: Block, record: Record, settings: BatchSettings
+) -> TraceKey | None:
     """Trace key of the statistics of a call; None if they are not shared."""
-    if record.mask is not None or view.weightless:
+    if record.mask is not None or settings.weightless:
         return None
     key = block.trace_key(record)
     if key is None:
         return None
-    subsample, rank = view.subsample, record.inputs.shape.rank
+    subsample, rank = settings.subsample, record.inputs.shape.rank
     if subsample is not None:
         subsample = subsample._replace(offset=None)
-    return key._replace(key=(key.key, rank, view.sharing, subsample))
+    return key._replace(key=(key.key, rank, settings.sharing, subsample))
 
 
 def _pool(
@@ -213,13 +216,13 @@ def _pool(
 
 
 def output_total(
-    block: Block, records: Sequence[Record], view: View
+    block: Block, records: Sequence[Record], settings: BatchSettings
 ) -> tf.Tensor:
-    """Sum `g g^T` over the calls of a layer, without the scales of a `View`."""
+    """Sum `g g^T` over the calls of a layer, without scales of the settings."""
     totals = []
     for record in records:
-        rows, _, examples = _rows(block, record, view.subsample)
-        total = block.output_statistic(rows.g, view.sharing)
+        rows, _, examples = _rows(block, record, settings.subsample)
+        total = block.output_statistic(rows.g, settings.sharing)
         totals.append(_rescale(total, examples))
     return tf.add_n(totals)
 
@@ -230,7 +233,7 @@ def _sum_tensors(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def _shared_sums(
-    block: Block, record: Record, view: View, key: TraceKey
+    block: Block, record: Record, settings: BatchSettings, key: TraceKey
 ) -> dict[str, Statistic]:
     """Compute `_sums` in a traced function, shared by equal keys."""
 
@@ -243,7 +246,7 @@ def _shared_sums(
         traced = dataclasses.replace(
             record, inputs=inputs, gradient=gradient, moments=moments or None
         )
-        return _sums(block, traced, view.with_scalars(scalars))
+        return _sums(block, traced, settings.with_scalars(scalars))
 
     return shared_call(
         ("statistics", key.key),
@@ -251,31 +254,33 @@ def _shared_sums(
         record.inputs,
         record.gradient,
         tuple(record.moments or ()),
-        view.scalars(),
+        settings.scalars(),
         any_size=key.any_size,
         placed=not key.any_size,
     )
 
 
-def _sums(block: Block, record: Record, view: View) -> dict[str, Statistic]:
+def _sums(
+    block: Block, record: Record, settings: BatchSettings
+) -> dict[str, Statistic]:
     """Return the statistics of one call: G, and A if the block has A."""
-    rows, size, examples = _rows(block, record, view.subsample)
-    terms = size if view.terms is None else view.terms
+    rows, size, examples = _rows(block, record, settings.subsample)
+    terms = size if settings.terms is None else settings.terms
     count = tf.cast(terms, block.dtype)
-    factor = tf.cast(view.scale, block.dtype)
-    if view.terms is None:
+    factor = tf.cast(settings.scale, block.dtype)
+    if settings.terms is None:
         factor *= count
     g = rows.g
-    if view.unscale is not None:
-        g *= tf.cast(view.unscale, g.dtype)
-    total = block.output_statistic(g, view.sharing) * tf.square(factor)
+    if settings.unscale is not None:
+        g *= tf.cast(settings.unscale, g.dtype)
+    total = block.output_statistic(g, settings.sharing) * tf.square(factor)
     sums = {"G": Statistic(_rescale(total, examples), count)}
     if "A" in block.factors:
-        weights = _row_weights(block, rows, view.weightless, size, examples)
-        if rows.gram and weights is None and view.sharing == "expand":
+        weights = _row_weights(block, rows, settings.weightless, size, examples)
+        if rows.gram and weights is None and settings.sharing == "expand":
             statistic = rows.gram()
         else:
-            statistic = block.input_statistic(rows.a, weights, view.sharing)
+            statistic = block.input_statistic(rows.a, weights, settings.sharing)
         sums["A"] = Statistic(*(_rescale(x, examples) for x in statistic))
     return sums
 

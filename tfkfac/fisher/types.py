@@ -22,7 +22,11 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
-from tfkfac.blocks.statistics import View, batch_statistics, output_total
+from tfkfac.blocks.statistics import (
+    BatchSettings,
+    batch_statistics,
+    output_total,
+)
 from tfkfac.capture.model_taps import Pullback
 from tfkfac.capture.taps import Record
 from tfkfac.compat.graphs import Sum
@@ -39,21 +43,21 @@ _MAX_COLUMNS = 1024
 
 
 def weighted(
-    view: View, outputs: Sequence[Output]
+    settings: BatchSettings, outputs: Sequence[Output]
 ) -> list[tuple[Output, tf.Tensor | None]]:
     """Pair each output with the weight of its loss."""
-    weights = view.loss_weights or [None] * len(outputs)
+    weights = settings.loss_weights or [None] * len(outputs)
     return list(zip(outputs, weights, strict=True))
 
 
-def empirical(layers: Layers, view: View) -> Statistics:
+def empirical(layers: Layers, settings: BatchSettings) -> Statistics:
     """Statistics from the gradients of the loss."""
-    return batch_statistics(layers, view)
+    return batch_statistics(layers, settings)
 
 
 def monte_carlo(
     layers: Layers,
-    view: View,
+    settings: BatchSettings,
     likelihood: Likelihood,
     seeds: Sequence[tf.Tensor],
     total: Sum,
@@ -64,7 +68,7 @@ def monte_carlo(
     the gradient of the loss. `total` sums over the replicas, for synchronised
     layers.
     """
-    outputs = weighted(view, likelihood.outputs)
+    outputs = weighted(settings, likelihood.outputs)
     gradients = [
         output.sample(seed, weight)
         for (output, weight), seed in zip(outputs, seeds, strict=True)
@@ -73,20 +77,22 @@ def monte_carlo(
     sampled = {i: (layers[i][0], records) for i, records in pulled.items()}
     other_layers = {i: layer for i, layer in layers.items() if i not in pulled}
     # Do not rescale gradients for sampled labels: they are per term already.
-    unscaled = view._replace(scale=1.0, unscale=None)
+    unscaled = settings._replace(scale=1.0, unscale=None)
     statistics = batch_statistics(sampled, unscaled)
-    statistics |= batch_statistics(other_layers, view)
+    statistics |= batch_statistics(other_layers, settings)
     return {i: statistics[i] for i in layers}
 
 
-def type2(layers: Layers, view: View, likelihood: Likelihood) -> Statistics:
+def type2(
+    layers: Layers, settings: BatchSettings, likelihood: Likelihood
+) -> Statistics:
     """Statistics from all columns of a root of the outputs' Fisher matrix."""
     sums: dict[int, tf.Tensor] = {}
-    for output, weight in weighted(view, likelihood.outputs):
-        totals = _output_totals(layers, view, likelihood, output, weight)
+    for output, weight in weighted(settings, likelihood.outputs):
+        totals = _output_totals(layers, settings, likelihood, output, weight)
         for position, total in totals.items():
             sums[position] = sums.get(position, 0) + total
-    statistics = batch_statistics(layers, view)
+    statistics = batch_statistics(layers, settings)
     for position, total in sums.items():
         factors = statistics[position]
         factors["G"] = Statistic(total, factors["G"].count)
@@ -95,7 +101,7 @@ def type2(layers: Layers, view: View, likelihood: Likelihood) -> Statistics:
 
 def _output_totals(
     layers: Layers,
-    view: View,
+    settings: BatchSettings,
     likelihood: Likelihood,
     output: Output,
     weight: tf.Tensor | None,
@@ -116,7 +122,7 @@ def _output_totals(
         pulled = _backprop(layers, likelihood, [output], [column], _refuse_sums)
         reached.update(pulled)
         totals = [
-            output_total(layers[i][0], pulled[i], view)
+            output_total(layers[i][0], pulled[i], settings)
             if i in pulled
             else tf.zeros_like(old)
             for i, old in zip(layers, sums, strict=True)

@@ -17,7 +17,7 @@ from tfkfac.gauss_newton.method import GaussNewtonMethod, Settings
 from tfkfac.gauss_newton.support import SPACES
 from tfkfac.shell.arguments import check_rate
 from tfkfac.shell.conditions import (
-    MOST_STEPS,
+    MAX_STEPS,
     Conditions,
     MinimizeCallback,
     Points,
@@ -240,7 +240,7 @@ class GaussNewton(SecondOrderOptimizer):
                 "Argument `steps` or `seconds` must be a number. Received: "
                 f"steps={steps}, seconds={seconds}"
             )
-        steps = MOST_STEPS if steps is None else check_count("steps", steps, 1)
+        steps = MAX_STEPS if steps is None else check_count("steps", steps, 1)
         if seconds is not None:
             seconds = check_positive("seconds", seconds)
         model = self.method.conditions

@@ -7,7 +7,11 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfkfac.blocks import Block, LayerGradient, RowGradient
-from tfkfac.blocks.statistics import View, choose_subsample, records_of
+from tfkfac.blocks.statistics import (
+    BatchSettings,
+    choose_subsample,
+    records_of,
+)
 from tfkfac.capture.taps import Record, Tap, is_product
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.distributed.plan import Plan
@@ -194,7 +198,7 @@ def batch_statistics(
 ) -> Statistics:
     """Compute each block's statistics from a fraction of the local batch."""
     loss_scale = step.job.scaling.factor()
-    view = View(
+    settings = BatchSettings(
         sharing,
         step.loss.row_scale,
         step.batch.weightless,
@@ -217,16 +221,18 @@ def batch_statistics(
         return total
 
     def empirical() -> Statistics:
-        return types.empirical(recorded, view)
+        return types.empirical(recorded, settings)
 
     def chosen_statistics() -> Statistics:
         likelihood = choice.likelihood
         if likelihood is None:
             return empirical()
         if choice.type == types.TYPE2:
-            return types.type2(recorded, view, likelihood)
+            return types.type2(recorded, settings, likelihood)
         seeds = label_seeds(step, state, len(likelihood.outputs))
-        return types.monte_carlo(recorded, view, likelihood, seeds, global_sum)
+        return types.monte_carlo(
+            recorded, settings, likelihood, seeds, global_sum
+        )
 
     if choice.applies is None:
         statistics = chosen_statistics()

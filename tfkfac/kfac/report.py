@@ -37,7 +37,7 @@ def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
             item,
             variables=tuple(v for v in item.variables if id(v) not in plain),
         )
-        for item in registry.left
+        for item in registry.uncovered
         if item.reason not in intended_reasons
     ]
     uncovered = [item for item in uncovered if item.variables]
@@ -126,7 +126,7 @@ def describe(
     plain_ids = {id(variable) for _, variable in plain}
     leftovers = [
         (leftover.path, variable, leftover.reason)
-        for leftover in placement.registry.left
+        for leftover in placement.registry.uncovered
         for variable in leftover.variables
     ]
     role, _ = rest_role_and_class(job)
@@ -200,7 +200,7 @@ def factor_text(block: Block, name: str, states: Sequence[State]) -> str:
 def totals(placement: Placement, sizes: Mapping[str, int]) -> str:
     """Return the last line of the summary: covered weights, state bytes."""
     covered = placement.registry.covered
-    uncovered = sum(item.weights for item in placement.registry.left)
+    uncovered = sum(item.weights for item in placement.registry.uncovered)
     topology = placement.topology
     worker = f" of worker {topology.local[0]}" if topology.replicas > 1 else ""
     state_sizes = [

@@ -14,7 +14,7 @@ from tfkfac.checks import check_range
 from tfkfac.compat.graphs import state_variable
 
 # Number of steps passed to `fit` if only time limits the run.
-MOST_STEPS = 10**9
+MAX_STEPS = 10**9
 
 
 class Points:

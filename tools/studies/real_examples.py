@@ -153,7 +153,7 @@ def covered_share(optimizers: Sequence[Any]) -> float:
     """Return the share of the weights that have a block."""
     registries = [o.method.placement.registry for o in optimizers]
     covered = sum(registry.covered for registry in registries)
-    uncovered = sum(item.weights for r in registries for item in r.left)
+    uncovered = sum(item.weights for r in registries for item in r.uncovered)
     return covered / (covered + uncovered)
 
 

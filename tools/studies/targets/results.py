@@ -68,8 +68,9 @@ class Row:
         finals: Its final metrics, by seed.
         ratio: Processor seconds until the mean of the seeds reaches the target,
             over the seconds of the first baseline that reaches it; None if the
-            target is never reached. For `KFAC()`, only seeds and baselines of
-            the same command count.
+            target is never reached. Seeds and baselines of commands that
+            trained `KFAC()` count only in the comparison with `KFAC()` of the
+            same command, which has no others.
         error: Standard error of the ratio, by the jackknife over the seeds;
             infinite if the target is not reached without some seed.
         claim: "less" or "more" seconds than that baseline, "tie", "not
@@ -153,20 +154,27 @@ def _row(
         run: {record["run"]["seed"]: record for record in settings[run]}
         for run in {setting, best, *rivals}
     }
-    seeds = timed = [*by_seed[setting]]
-    if is_untuned(setting.method):
-        timed = [
-            seed
-            for seed in seeds
-            if _are_comparable(by_seed, [setting, best], seed)
-        ]
-        rivals = [
-            run
-            for run in rivals
-            if all(
-                _are_comparable(by_seed, [run, best], seed) for seed in timed
-            )
-        ]
+    seeds = [*by_seed[setting]]
+    with_kfac = {
+        record["environment"]
+        for run in settings
+        if is_untuned(run.method)
+        for record in settings[run]
+    }
+
+    def has_comparable_time(run: Run, seed: int) -> bool:
+        """Return True if machine and load were probably the same."""
+        command = by_seed[run][seed]["environment"]
+        if command == by_seed[setting][seed]["environment"]:
+            return True
+        return not is_untuned(setting.method) and command not in with_kfac
+
+    timed = [seed for seed in seeds if has_comparable_time(best, seed)]
+    rivals = [
+        run
+        for run in rivals
+        if all(has_comparable_time(run, seed) for seed in timed)
+    ]
     ratio, error = math.inf, math.inf
     if timed:
         ratio, error = _time_ratio(by_seed, setting, best, rivals, timed)
@@ -189,13 +197,6 @@ def _row(
         claim,
         judge([end(setting, seed) - end(best, seed) for seed in seeds]),
     )
-
-
-def _are_comparable(
-    records: Mapping[Run, Mapping[int, Record]], runs: Sequence[Run], seed: int
-) -> bool:
-    """Return True if one command trained all `runs` with `seed`."""
-    return len({records[run][seed]["environment"] for run in runs}) == 1
 
 
 def _time_ratio(
