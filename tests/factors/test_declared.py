@@ -76,12 +76,9 @@ def test_sketches_of_wide_factors(case: str) -> None:
     exact = build_registry(model, ()).blocks
     wide = build_registry(model, (), limit=Limit(2, 2)).blocks
     for block, sketched in zip(exact, wide, strict=True):
-        want = batch_statistics({0: (block, records)}, BatchSettings(sharing))[
-            0
-        ]
-        got = batch_statistics(
-            {0: (sketched, records)}, BatchSettings(sharing)
-        )[0]
+        settings = BatchSettings(sharing)
+        want = batch_statistics({0: (block, records)}, settings)[0]
+        got = batch_statistics({0: (sketched, records)}, settings)[0]
         for name, factor in sketched.factors.items():
             (total, count), (matrix, expected) = got[name], want[name]
             assert count == expected

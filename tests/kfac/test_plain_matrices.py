@@ -187,7 +187,6 @@ class CellAndLoop(layers.Layer):
     [
         (lambda: layers.GRU(3), (4, 2), {}, True),
         (lambda: layers.Bidirectional(layers.LSTM(3)), (4, 2), {}, True),
-        (lambda: layers.RNN(Accumulate()), (4, 2), {}, True),
         (
             lambda: layers.RNN([layers.GRUCell(3), Accumulate()]),
             (4, 2),

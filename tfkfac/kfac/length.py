@@ -19,8 +19,8 @@ whole batch if the model may depend on the batch size. So kappa is the square
 root of about twice the change of the predictions in nats.
 `w = min(1, t / 10)` in step t: the first factors are rough.
 
-The lower bound of r is f c. In general f is 0.006. In models with recurrent
-layers, rho overestimates the change of the predictions. There, for all layers,
+The lower bound of r is f c. In general f is 0.006. Models with recurrent layers
+train better with longer steps than rho allows. There, for all layers,
 
     f = max(0.006, min(0.05, 0.15 sqrt(L - H))).
 """

@@ -99,11 +99,9 @@ class State(Tracked):
         """Create the state of each block, or reuse state with an equal key."""
         if has_momenta:
             self.length = self.length or SpectralLength()
-            leftovers = placement.registry.leftovers
-            self.length.is_recurrent = bool(
-                plain_matrices(
-                    [item for item in leftovers if item.is_recurrent]
-                )
+            self.length.is_recurrent = any(
+                item.is_recurrent and plain_matrices([item])
+                for item in placement.registry.leftovers
             )
             self._fill_plain(placement)
         previous = self.preconditioners

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from targets.methods import is_baseline, is_untuned
 from targets.problems import TINY
@@ -68,9 +68,8 @@ class Row:
         finals: Its final metrics, by seed.
         ratio: Processor seconds until the mean of the seeds reaches the target,
             over the seconds of the first baseline that reaches it; None if the
-            target is never reached. Seeds and baselines of commands that
-            trained `KFAC()` count only in the comparison with `KFAC()` of the
-            same command, which has no others.
+            target is never reached. Only seeds and baselines with comparable
+            times count, see `_comparable`.
         error: Standard error of the ratio, by the jackknife over the seeds;
             infinite if the target is not reached without some seed.
         claim: "less" or "more" seconds than that baseline, "tie", "not
@@ -154,27 +153,13 @@ def _row(
         run: {record["run"]["seed"]: record for record in settings[run]}
         for run in {setting, best, *rivals}
     }
-    seeds = [*by_seed[setting]]
     with_kfac = {
         record["environment"]
         for run in settings
         if is_untuned(run.method)
         for record in settings[run]
     }
-
-    def has_comparable_time(run: Run, seed: int) -> bool:
-        """Return True if machine and load were probably the same."""
-        command = by_seed[run][seed]["environment"]
-        if command == by_seed[setting][seed]["environment"]:
-            return True
-        return not is_untuned(setting.method) and command not in with_kfac
-
-    timed = [seed for seed in seeds if has_comparable_time(best, seed)]
-    rivals = [
-        run
-        for run in rivals
-        if all(has_comparable_time(run, seed) for seed in timed)
-    ]
+    timed, rivals = _comparable(by_seed, setting, best, rivals, with_kfac)
     ratio, error = math.inf, math.inf
     if timed:
         ratio, error = _time_ratio(by_seed, setting, best, rivals, timed)
@@ -195,8 +180,35 @@ def _row(
         None if math.isinf(ratio) else ratio,
         error,
         claim,
-        judge([end(setting, seed) - end(best, seed) for seed in seeds]),
+        judge([end(setting, s) - end(best, s) for s in by_seed[setting]]),
     )
+
+
+def _comparable(
+    records: Mapping[Run, Mapping[int, Record]],
+    setting: Run,
+    best: Run,
+    rivals: Sequence[Run],
+    with_kfac: Set[int],
+) -> tuple[list[int], list[Run]]:
+    """Return the seeds and baselines whose times are compared with `setting`.
+
+    Times of one command are comparable: machine and load are the same. Tuned
+    K-FAC is also compared with other commands, but not with those that trained
+    `KFAC()`, `with_kfac`.
+    """
+
+    def is_comparable(run: Run, seed: int) -> bool:
+        command = records[run][seed]["environment"]
+        if command == records[setting][seed]["environment"]:
+            return True
+        return not is_untuned(setting.method) and command not in with_kfac
+
+    seeds = [seed for seed in records[setting] if is_comparable(best, seed)]
+    comparable = [
+        run for run in rivals if all(is_comparable(run, s) for s in seeds)
+    ]
+    return seeds, comparable
 
 
 def _time_ratio(
