@@ -160,7 +160,8 @@ def check_steps() -> Record:
         command = [sys.executable, benchmark, "--mode", "fit", "--rounds", "3"]
         command += ["--models", *MODELS, "--variants", *VARIANTS]
         command += ["--mixes", "10,100", "--json", str(file)]
-        print(run_process(command), flush=True)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        print(run_process(command, CUDA_VISIBLE_DEVICES=visible), flush=True)
         rows = json.loads(file.read_text())["rows"]
     return {"result": f"{len(rows)} rows above", "rows": rows}
 
@@ -298,6 +299,7 @@ def memory(task: Mapping[str, Any]) -> Record:
     import keras
     import tensorflow as tf
 
+    import tfkfac  # noqa: F401, before `compile`
     from benchmark import build
 
     name = task["optimizer"]

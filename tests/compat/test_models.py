@@ -1,6 +1,7 @@
 """Private attributes of layers and models, and the override of `compile`."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tfkfac.compat.models import (
     mask_of,
     pass_mask,
     swap_averages_of,
+    without_cudnn,
     wrap_fit,
 )
 from tfkfac.curvature.hessian import layer_name
@@ -63,6 +65,26 @@ def test_kept_losses(stateless: bool) -> None:
             assert loss_layers(model, scope) == [penalty.name]
     assert [float(loss) for loss in model.losses] == before
     assert [x._loss_ids for x in model._flatten_layers()] == kept
+
+
+@contract(
+    "compat.models.without_cudnn",
+    "`LSTM` and `GRU` read `use_cudnn` in each call.",
+)
+@pytest.mark.parametrize("layer", [layers.LSTM, layers.GRU])
+def test_without_cudnn(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, recurrent layers use cuDNN, but not inside of the context."""
+    backend = sys.modules["keras.src.backend.tensorflow.rnn"]
+    monkeypatch.setattr(backend, "_is_gpu_available", lambda: True)
+    model = keras.Sequential([keras.Input((3, 2)), layer(2)])
+
+    def uses_cudnn() -> bool:
+        traced = tf.function(model).get_concrete_function(tf.ones([1, 3, 2]))
+        return "CudnnRNN" in str(traced.graph.as_graph_def())
+
+    with without_cudnn(model):
+        assert not uses_cudnn()
+    assert uses_cudnn()
 
 
 @contract(

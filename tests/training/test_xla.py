@@ -75,7 +75,8 @@ def tokens() -> Any:
 
 
 NETWORKS: dict[str, Callable[[], Any]] = {
-    "dense": lambda: network((2,)),
+    # More rows than sample weights.
+    "dense": lambda: network((3, 2), layers.Dense(3), layers.Flatten()),
     # Preconditioned as rows (a, g).
     "rows": lambda: network((40,), layers.Dense(32, "tanh")),
     "images": lambda: network(
@@ -101,10 +102,11 @@ def trained(name: str, optimizer: Any, jit: bool) -> Any:
     if floating:
         x = rng.normal(size=x.shape).astype("float32")
     y = rng.integers(0, 2, len(x))
+    weight = rng.integers(0, 3, len(x)).astype("float32")
     for step in range(4):
-        model.train_on_batch(x, y)
+        model.train_on_batch(x, y, weight)
         if floating and step == 1:
-            model.train_on_batch(x * np.nan, y)
+            model.train_on_batch(x * np.nan, y, weight)
     assert model.jit_compile is jit
     assert int(optimizer.skipped_steps) == floating
     return model.get_weights()

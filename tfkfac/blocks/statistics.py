@@ -350,18 +350,16 @@ def _broadcast_positions(weightless: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
     If the number of rows differs from the number of flags, a row has the flag
     of its example: true if all positions of the example have no weight.
     """
-
-    def by_position() -> tf.Tensor:
-        return tf.reshape(weightless, shape)
-
-    def by_example() -> tf.Tensor:
-        example = tf.range(shape[0]) * tf.shape(weightless)[0]
-        example //= tf.maximum(shape[0], 1)
-        flags = tf.gather(tf.reduce_all(weightless, 1), example)
-        return tf.broadcast_to(flags[:, None], shape)
-
-    same_size = tf.equal(tf.size(weightless), tf.reduce_prod(shape))
-    return tf.cond(same_size, by_position, by_example)
+    size, rows = tf.size(weightless), tf.reduce_prod(shape)
+    # XLA compiles this for any sizes, unlike a `tf.reshape` in a `tf.cond`.
+    row = tf.minimum(tf.range(rows), size - 1)
+    by_row = tf.gather(tf.reshape(weightless, [-1]), row)
+    example = tf.range(shape[0]) * tf.shape(weightless)[0]
+    example //= tf.maximum(shape[0], 1)
+    by_example = tf.gather(tf.reduce_all(weightless, 1), example)
+    return tf.where(
+        tf.equal(size, rows), tf.reshape(by_row, shape), by_example[:, None]
+    )
 
 
 # Records of each call of a layer, in the order of the backward passes.

@@ -98,6 +98,24 @@ def kept_losses(model: keras.Model) -> Iterator[None]:
             layer._loss_ids.update(identities)
 
 
+@contextlib.contextmanager
+def without_cudnn(model: keras.Model) -> Iterator[None]:
+    """Let recurrent layers use differentiable loops instead of cuDNN kernels.
+
+    The kernels have no second derivatives. This relies on `use_cudnn` of Keras'
+    `LSTM` and `GRU`, which each call reads.
+    """
+    layers = [x for x in all_layers(model) if getattr(x, "use_cudnn", False)]
+    saved = [layer.use_cudnn for layer in layers]
+    for layer in layers:
+        layer.use_cudnn = False
+    try:
+        yield
+    finally:
+        for layer, value in zip(layers, saved, strict=True):
+            layer.use_cudnn = value
+
+
 def loss_layers(model: keras.Model, scope: keras.StatelessScope) -> list[str]:
     """Return names of layers that added losses in a scope, by `_loss_ids`."""
     identities = {id(loss) for loss in scope.losses}

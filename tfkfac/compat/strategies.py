@@ -140,7 +140,8 @@ def _have_equal_shapes(
     differ = [
         tf.reduce_any(tf.cast(shape, mean.dtype) != mean) for shape in shapes
     ]
-    return int(total([tf.cast(d, tf.int32) for d in differ])) == 0
+    # TensorFlow cannot sum int32 on GPUs.
+    return int(total([tf.cast(d, tf.int64) for d in differ])) == 0
 
 
 @contextlib.contextmanager

@@ -20,7 +20,12 @@ from tfkfac.capture.model_taps import (
 from tfkfac.capture.walk import walk
 from tfkfac.compat.graphs import kept_variables
 from tfkfac.compat.losses import observed_losses
-from tfkfac.compat.models import call_takes_training, kept_losses, loss_layers
+from tfkfac.compat.models import (
+    call_takes_training,
+    kept_losses,
+    loss_layers,
+    without_cudnn,
+)
 from tfkfac.loss.shares import LossMeasure, weigh
 from tfkfac.loss.terms import (
     LossTerms,
@@ -166,10 +171,14 @@ def find_call(
 def stateless(
     model: keras.Model, mapping: Sequence[tuple[keras.Variable, tf.Tensor]] = ()
 ) -> Iterator[keras.StatelessScope]:
-    """Context in which model calls use `mapping` and change no variable."""
+    """Context in which model calls use `mapping` and change no variable.
+
+    All operations in it have second derivatives where TensorFlow has them.
+    """
     with (
         paused(),
         kept_losses(model),
+        without_cudnn(model),
         keras.StatelessScope(mapping, collect_losses=True) as scope,
     ):
         yield scope

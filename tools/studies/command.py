@@ -49,17 +49,23 @@ def installed(module: str) -> str | None:
 def process_environment(
     threads: int, folder: pathlib.Path | None = None
 ) -> dict[str, str]:
-    """Return the environment variables of a measured process, on the CPU.
+    """Return the environment variables of a measured process.
 
-    `threads` is the number of threads of an operation; `folder` comes first on
-    the module path.
+    It runs on the CPU unless `CUDA_VISIBLE_DEVICES` names a GPU. `threads` is
+    the number of threads of an operation; `folder` comes first on the module
+    path.
     """
     path = [folder, STUDIES, ROOT, os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "CUDA_VISIBLE_DEVICES": "-1",
-        "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": os.pathsep.join(str(part) for part in path if part),
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "TF_NUM_INTRAOP_THREADS": str(threads),
-        "TF_NUM_INTEROP_THREADS": "2",
-    }
+    return (
+        {"CUDA_VISIBLE_DEVICES": "-1"}
+        | os.environ
+        | {
+            # Several measured processes share a GPU.
+            "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONPATH": os.pathsep.join(str(part) for part in path if part),
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "TF_NUM_INTRAOP_THREADS": str(threads),
+            "TF_NUM_INTEROP_THREADS": "2",
+        }
+    )
