@@ -24,6 +24,8 @@ from tfkfac.compat.strategies import (
     repair,
     summing_replicas,
 )
+from tfkfac.distributed import topology
+from tfkfac.distributed.topology import find_topology
 
 BATCH = 8
 
@@ -259,6 +261,37 @@ def test_without_config(monkeypatch: pytest.MonkeyPatch) -> None:
         model = build_two_heads()
     history = model.fit(*structures(5), verbose=0)
     assert np.isfinite(history.history["loss"][0])
+
+
+Implementation = tf.distribute.experimental.CommunicationImplementation
+
+
+@contract(
+    "compat.strategies.uses_ring",
+    "`_communication_options` of `extended` are those of the user.",
+)
+@pytest.mark.parametrize(
+    ("implementation", "hint"),
+    [
+        (Implementation.AUTO, "nccl"),
+        (Implementation.NCCL, "nccl"),
+        (Implementation.RING, "ring"),
+    ],
+)
+def test_hint_on_gpus(
+    implementation: Any, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    options = tf.distribute.experimental.CommunicationOptions(
+        implementation=implementation
+    )
+    strategy = MultiWorkerMirroredStrategy(communication_options=options)
+    gpus = ("/device:GPU:0", "/device:GPU:1")
+    monkeypatch.setattr(topology, "local_devices", lambda strategy: gpus)
+    monkeypatch.setattr(
+        type(strategy), "num_replicas_in_sync", property(lambda self: 2)
+    )
+    assert find_topology(strategy).hint == hint
 
 
 @contract(

@@ -71,6 +71,16 @@ def local_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
     return tuple(strategy.extended.worker_devices)
 
 
+def uses_ring(strategy: tf.distribute.Strategy) -> bool:
+    """True if the user, or TensorFlow on logical GPUs, replaces NCCL by rings.
+
+    This relies on `_communication_options` of `strategy.extended`.
+    """
+    options = strategy.extended._communication_options
+    ring = tf.distribute.experimental.CommunicationImplementation.RING
+    return bool(options.implementation == ring)
+
+
 def _reduce(
     strategy: tf.distribute.Strategy,
     original: Callable[..., Any],

@@ -46,7 +46,7 @@ class Communicator:
         size: Number of members of the group.
         scope: Unique name of this communicator in the job, equal on all
             members.
-        hint: Communication hint, "auto", "ring" or "nccl".
+        hint: Communication hint: "nccl" or "ring" on GPUs, else "auto".
         one_process: True if all members share a process, where TensorFlow's
             newer collectives do not work.
         token: The replica's ordering token; None only in eager mode.
@@ -279,8 +279,12 @@ def stable_key(*parts: object) -> int:
 
 
 def sum_dtype(dtype: tf.DType, hint: str) -> tf.DType:
-    """Return the dtype in which collectives sum tensors of `dtype`."""
-    return tf.float32 if (dtype, hint) == (tf.bfloat16, "nccl") else dtype
+    """Return the dtype in which collectives sum tensors of `dtype`.
+
+    TensorFlow cannot sum bfloat16 on GPUs.
+    """
+    on_gpus = hint != "auto"
+    return tf.float32 if on_gpus and dtype == tf.bfloat16 else dtype
 
 
 def split_buckets(

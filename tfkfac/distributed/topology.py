@@ -5,7 +5,7 @@ import math
 
 import tensorflow as tf
 
-from tfkfac.compat.strategies import local_devices
+from tfkfac.compat.strategies import local_devices, uses_ring
 
 _UNSUPPORTED = (
     tf.distribute.TPUStrategy,
@@ -24,7 +24,8 @@ class Topology:
         replicas: Number of replicas.
         local: Ranks of the replicas in this process.
         devices: Device of each local replica; None is TensorFlow's default.
-        hint: Communication hint for collectives, "nccl" on GPUs, else "auto".
+        hint: Communication hint for collectives: "nccl" or "ring" on GPUs, else
+            "auto".
     """
 
     replicas: int
@@ -58,8 +59,10 @@ def find_topology(strategy: tf.distribute.Strategy) -> Topology:
     if replicas > len(devices):
         first_rank = len(devices) * task_position(strategy.cluster_resolver)
     local = tuple(range(first_rank, first_rank + len(devices)))
-    on_gpus = all("GPU" in device.upper() for device in devices)
-    return Topology(replicas, local, devices, "nccl" if on_gpus else "auto")
+    hint = "auto"
+    if all("GPU" in device.upper() for device in devices):
+        hint = "ring" if uses_ring(strategy) else "nccl"
+    return Topology(replicas, local, devices, hint)
 
 
 def task_position(
