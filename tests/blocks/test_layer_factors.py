@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 from tests.support.harness import (
@@ -32,6 +33,7 @@ from tests.support.layer_models import (
 )
 from tests.support.reference import append_one, factors
 from tests.support.summaries import sequential
+from tfkfac.blocks.statistics import _broadcast_positions
 
 BATCH = 4
 
@@ -248,6 +250,22 @@ def test_batch_folded_into_positions() -> None:
     keep = np.repeat(weight[:, None] > 0, 3, axis=1)
     step = train_once(model, x, y, weight, eager=False)
     check_factors(step.of("block"), *factors(a, g, keep=keep))
+
+
+def test_weights_of_positions_and_of_examples() -> None:
+    """Flags of positions, else a flag for all rows of an example."""
+    flags = np.arange(6).reshape(2, 3) % 2 == 0
+    for shape, want in (
+        ((2, 3), flags),
+        ((6, 1), flags.reshape(6, 1)),
+        ((4, 1), np.zeros((4, 1), bool)),
+    ):
+        got = _broadcast_positions(tf.constant(flags), tf.constant(shape))
+        np.testing.assert_array_equal(got, want)
+    # Products of numbers of examples that exceed int32.
+    many = np.arange(50_000)[:, None] % 2 == 0
+    got = _broadcast_positions(tf.constant(many), tf.constant([50_000, 2]))
+    np.testing.assert_array_equal(got, many | np.zeros((1, 2), bool))
 
 
 def test_positions_without_gradient_count() -> None:

@@ -26,10 +26,10 @@ from tfkfac.compat.models import (
     mask_of,
     pass_mask,
     swap_averages_of,
-    without_cudnn,
     wrap_fit,
 )
 from tfkfac.curvature.hessian import layer_name
+from tfkfac.loss.batch import stateless
 
 X = np.ones((3, 2), "float32")
 
@@ -71,19 +71,26 @@ def test_kept_losses(stateless: bool) -> None:
     "compat.models.without_cudnn",
     "`LSTM` and `GRU` read `use_cudnn` in each call.",
 )
-@pytest.mark.parametrize("layer", [layers.LSTM, layers.GRU])
+@pytest.mark.parametrize(
+    "layer",
+    [layers.LSTM(2), layers.GRU(2), layers.Bidirectional(layers.LSTM(2))],
+    ids=lambda layer: layer.name,
+)
 def test_without_cudnn(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, recurrent layers use cuDNN, but not inside of the context."""
+    """On a GPU, recurrent layers use cuDNN, but not in repeated passes."""
+    # `keras.src.backend.tensorflow.rnn` is also the name of a function.
     backend = sys.modules["keras.src.backend.tensorflow.rnn"]
     monkeypatch.setattr(backend, "_is_gpu_available", lambda: True)
-    model = keras.Sequential([keras.Input((3, 2)), layer(2)])
+    inner = keras.Sequential([keras.Input((3, 2)), layer])
+    model = keras.Sequential([keras.Input((3, 2)), inner])
 
     def uses_cudnn() -> bool:
         traced = tf.function(model).get_concrete_function(tf.ones([1, 3, 2]))
         return "CudnnRNN" in str(traced.graph.as_graph_def())
 
-    with without_cudnn(model):
+    with pytest.raises(LookupError), stateless(model):
         assert not uses_cudnn()
+        raise LookupError
     assert uses_cudnn()
 
 

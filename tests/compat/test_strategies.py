@@ -23,8 +23,10 @@ from tfkfac.compat.strategies import (
     order_by_replica,
     repair,
     summing_replicas,
+    uses_ring,
 )
 from tfkfac.distributed import topology
+from tfkfac.distributed.collectives import sum_dtype
 from tfkfac.distributed.topology import find_topology
 
 BATCH = 8
@@ -263,6 +265,28 @@ def test_without_config(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.isfinite(history.history["loss"][0])
 
 
+def test_dtypes_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only dtypes that TensorFlow sums on GPUs, for batches of any dtype."""
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    original, summed = strategy.reduce, set()
+
+    def record(reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        summed.update(
+            x.dtype for x in strategy.experimental_local_results(value)
+        )
+        return original(reduce_op, value, axis=axis)
+
+    monkeypatch.setattr(strategy, "reduce", record)
+    repair(strategy)
+    for dtype in (tf.int32, tf.int64, tf.bfloat16, tf.float16, tf.float32):
+        batch = tf.cast([3, 4], dtype)
+        mean = strategy.reduce("MEAN", batch, axis=None)
+        assert mean.dtype == (tf.float64 if dtype.is_integer else dtype)
+        np.testing.assert_array_equal(tf.cast(mean, tf.float32), [3, 4])
+    assert summed <= {tf.float16, tf.float32, tf.float64}
+
+
 Implementation = tf.distribute.experimental.CommunicationImplementation
 
 
@@ -281,6 +305,8 @@ Implementation = tf.distribute.experimental.CommunicationImplementation
 def test_hint_on_gpus(
     implementation: Any, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """NCCL, unless the user or TensorFlow (here on CPUs) chose its ring."""
+    assert uses_ring(tf.distribute.MirroredStrategy(["CPU:0"]))
     monkeypatch.delenv("TF_CONFIG", raising=False)
     options = tf.distribute.experimental.CommunicationOptions(
         implementation=implementation
@@ -292,6 +318,7 @@ def test_hint_on_gpus(
         type(strategy), "num_replicas_in_sync", property(lambda self: 2)
     )
     assert find_topology(strategy).hint == hint
+    assert sum_dtype(tf.bfloat16, hint) == tf.float32
 
 
 @contract(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import benchmark
+from command import process_environment
 
 
 def test_parts_of_a_variant(tmp_path: pathlib.Path) -> None:
@@ -15,6 +16,16 @@ def test_parts_of_a_variant(tmp_path: pathlib.Path) -> None:
     arguments = {"damping": 0.1, "max_factor_dim": None, "name": "x"}
     parts = benchmark.split_variant(text)
     assert parts == ("kfac-eigen", tmp_path, arguments)
+
+
+@pytest.mark.parametrize(("gpu", "visible"), [(False, "-1"), (True, "3")])
+def test_device(
+    gpu: bool, visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU by default, also where a job system has assigned a GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    environment = process_environment(1, gpu=gpu)
+    assert environment["CUDA_VISIBLE_DEVICES"] == visible
 
 
 def test_median_of_each_phase() -> None:

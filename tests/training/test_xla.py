@@ -76,7 +76,7 @@ def tokens() -> Any:
 
 NETWORKS: dict[str, Callable[[], Any]] = {
     # More rows than sample weights.
-    "dense": lambda: network((3, 2), layers.Dense(3), layers.Flatten()),
+    "sequence": lambda: network((3, 2), layers.Dense(3), layers.Flatten()),
     # Preconditioned as rows (a, g).
     "rows": lambda: network((40,), layers.Dense(32, "tanh")),
     "images": lambda: network(
@@ -116,7 +116,7 @@ def trained(name: str, optimizer: Any, jit: bool) -> Any:
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        ("dense", "inverse"),
+        ("sequence", "inverse"),
         *(
             pytest.param(name, method, marks=pytest.mark.slow)
             for name, method in (

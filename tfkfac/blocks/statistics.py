@@ -350,11 +350,13 @@ def _broadcast_positions(weightless: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
     If the number of rows differs from the number of flags, a row has the flag
     of its example: true if all positions of the example have no weight.
     """
-    size, rows = tf.size(weightless), tf.reduce_prod(shape)
+    # Use int64: the product below exceeds int32 from 46,341 examples on.
+    shape = tf.cast(shape, tf.int64)
+    size, rows = tf.size(weightless, tf.int64), tf.reduce_prod(shape)
     # XLA compiles this for any sizes, unlike a `tf.reshape` in a `tf.cond`.
     row = tf.minimum(tf.range(rows), size - 1)
     by_row = tf.gather(tf.reshape(weightless, [-1]), row)
-    example = tf.range(shape[0]) * tf.shape(weightless)[0]
+    example = tf.range(shape[0]) * tf.shape(weightless, tf.int64)[0]
     example //= tf.maximum(shape[0], 1)
     by_example = tf.gather(tf.reduce_all(weightless, 1), example)
     return tf.where(

@@ -100,16 +100,17 @@ def kept_losses(model: keras.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_cudnn(model: keras.Model) -> Iterator[None]:
-    """Let recurrent layers use differentiable loops instead of cuDNN kernels.
+    """Let recurrent layers use loops instead of cuDNN kernels.
 
     The kernels have no second derivatives. This relies on `use_cudnn` of Keras'
     `LSTM` and `GRU`, which each call reads.
     """
-    layers = [x for x in all_layers(model) if getattr(x, "use_cudnn", False)]
+    kinds = keras.layers.LSTM, keras.layers.GRU
+    layers = [x for x in all_layers(model) if isinstance(x, kinds)]
     saved = [layer.use_cudnn for layer in layers]
-    for layer in layers:
-        layer.use_cudnn = False
     try:
+        for layer in layers:
+            layer.use_cudnn = False
         yield
     finally:
         for layer, value in zip(layers, saved, strict=True):

@@ -25,10 +25,17 @@ _MIRRORED = (
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.MirroredStrategy,
 )
-# Dtypes that TensorFlow's collectives can sum.
-_REDUCIBLE = frozenset(
-    [tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64]
-)
+# Dtypes that have a mean over the replicas, and the dtypes of the sums for it:
+# on GPUs, TensorFlow's collectives sum neither int32 nor bfloat16. The mean of
+# integers is float64.
+_SUMMED = {
+    tf.bfloat16: tf.float32,
+    tf.float16: tf.float16,
+    tf.float32: tf.float32,
+    tf.float64: tf.float64,
+    tf.int32: tf.float64,
+    tf.int64: tf.float64,
+}
 
 
 def repair(strategy: _StrategyT) -> _StrategyT:
@@ -72,8 +79,9 @@ def local_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
 
 
 def uses_ring(strategy: tf.distribute.Strategy) -> bool:
-    """True if the user, or TensorFlow on logical GPUs, replaces NCCL by rings.
+    """True if collectives on GPUs use TensorFlow's ring instead of NCCL.
 
+    The user can choose it, and a `MirroredStrategy` uses it on logical GPUs.
     This relies on `_communication_options` of `strategy.extended`.
     """
     options = strategy.extended._communication_options
@@ -104,10 +112,11 @@ def _reduce(
         # Eager only: a graph cannot branch on the shapes of other workers.
         if needs_mean and tf.executing_eagerly():
             sparse = isinstance(local[0], (tf.SparseTensor, tf.RaggedTensor))
-            if sparse or local[0].dtype not in _REDUCIBLE:
+            if sparse or local[0].dtype not in _SUMMED:
                 return local[0]
             if not _have_equal_shapes(strategy, original, local):
                 return local[0]
+            return _mean(strategy, original, local)
         return original(reduce_op, leaf, axis=axis)
 
     return tf.nest.map_structure(reduce_leaf, value)
@@ -137,21 +146,39 @@ def _have_equal_shapes(
 
     Two sums decide this several times faster than gathering the shapes.
     """
-
-    def total(values: Sequence[tf.Tensor]) -> tf.Tensor:
-        remaining = iter(values)
-        by_replica = strategy.experimental_distribute_values_from_function(
-            lambda context: next(remaining)
-        )
-        return original("SUM", by_replica, axis=None)
-
-    shapes = [tf.shape(value, out_type=tf.int64) for value in local]
-    mean = total(shapes) / strategy.num_replicas_in_sync
+    shapes = [tf.cast(tf.shape(value), tf.float64) for value in local]
+    mean = _total(strategy, original, shapes) / strategy.num_replicas_in_sync
     differ = [
-        tf.reduce_any(tf.cast(shape, mean.dtype) != mean) for shape in shapes
+        tf.cast(tf.reduce_any(shape != mean), tf.float64) for shape in shapes
     ]
-    # TensorFlow cannot sum int32 on GPUs.
-    return int(total([tf.cast(d, tf.int64) for d in differ])) == 0
+    return float(_total(strategy, original, differ)) == 0
+
+
+def _mean(
+    strategy: tf.distribute.Strategy,
+    original: Callable[..., Any],
+    local: Sequence[tf.Tensor],
+) -> tf.Tensor:
+    """Return the mean over all replicas of tensors of equal shapes."""
+    dtype = local[0].dtype
+    total = _total(
+        strategy, original, [tf.cast(value, _SUMMED[dtype]) for value in local]
+    )
+    mean = total / strategy.num_replicas_in_sync
+    return tf.cast(mean, dtype) if dtype.is_floating else mean
+
+
+def _total(
+    strategy: tf.distribute.Strategy,
+    original: Callable[..., Any],
+    local: Sequence[tf.Tensor],
+) -> tf.Tensor:
+    """Return the sum over all replicas, by `reduce` of TensorFlow."""
+    remaining = iter(local)
+    by_replica = strategy.experimental_distribute_values_from_function(
+        lambda context: next(remaining)
+    )
+    return original("SUM", by_replica, axis=None)
 
 
 @contextlib.contextmanager

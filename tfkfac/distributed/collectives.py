@@ -281,10 +281,9 @@ def stable_key(*parts: object) -> int:
 def sum_dtype(dtype: tf.DType, hint: str) -> tf.DType:
     """Return the dtype in which collectives sum tensors of `dtype`.
 
-    TensorFlow cannot sum bfloat16 on GPUs.
+    TensorFlow cannot sum bfloat16 on GPUs, where `hint` is not "auto".
     """
-    on_gpus = hint != "auto"
-    return tf.float32 if on_gpus and dtype == tf.bfloat16 else dtype
+    return tf.float32 if dtype == tf.bfloat16 and hint != "auto" else dtype
 
 
 def split_buckets(

@@ -173,7 +173,7 @@ def stateless(
 ) -> Iterator[keras.StatelessScope]:
     """Context in which model calls use `mapping` and change no variable.
 
-    All operations in it have second derivatives where TensorFlow has them.
+    Recurrent layers run without cuDNN, which has no second derivatives.
     """
     with (
         paused(),
