@@ -125,6 +125,7 @@ def reductions() -> dict[str, Any]:
             "MEAN", by_replica((2,), uneven=True)
         ).shape[1:],
         "in graph": in_graph(),
+        "not distributed": replicas.reduce("MEAN", tf.constant([1.0, 2.0])),
     }
     return tf.nest.map_structure(np.asarray, found)
 
@@ -222,6 +223,7 @@ def test_reduce(on_workers: Any) -> None:
         assert result["uneven, axis"] == pytest.approx(5 / 3)
         assert result["uneven, shape"].tolist() == [2]
         assert result["in graph"] == {"scalar": 1.5, "vector": 1.5}
+        assert result["not distributed"].tolist() == [1, 2]
 
 
 @pytest.mark.slow

@@ -108,7 +108,9 @@ def _reduce(
         local = strategy.experimental_local_results(leaf)
         if tf.TensorShape(getattr(local[0], "shape", ())).rank == 0:
             return original(reduce_op, leaf, axis=None)
-        needs_mean = axis is None and _is_mean(reduce_op)
+        # A value that is not distributed has no entry for each replica.
+        is_distributed = len(local) == len(local_devices(strategy))
+        needs_mean = axis is None and _is_mean(reduce_op) and is_distributed
         # Eager only: a graph cannot branch on the shapes of other workers.
         if needs_mean and tf.executing_eagerly():
             sparse = isinstance(local[0], (tf.SparseTensor, tf.RaggedTensor))
