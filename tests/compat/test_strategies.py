@@ -97,7 +97,7 @@ def structures(rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def reductions() -> dict[str, Any]:
     """Call `reduce` in many ways, on the values 1, 2, ... of the replicas."""
-    replicas = strategy()
+    replicas = repair(strategy())
 
     def by_replica(shape: Any = (), uneven: bool = False) -> Any:
         def make() -> Any:
@@ -212,8 +212,9 @@ def test_uneven_batches(on_workers: Any) -> None:
     assert first["metrics"]["number_mae"] == pytest.approx(error, rel=1e-5)
 
 
-def test_reduce(on_workers: Any) -> None:
-    for result in on_workers("two", reductions):
+@pytest.mark.parametrize("where", ["two", "mirrored"])
+def test_reduce(on_workers: Any, where: str) -> None:
+    for result in on_workers(where, reductions):
         vector, (scalar,) = result["structure, sum"]
         assert (vector.tolist(), scalar) == ([3, 3], 3)
         vector, (scalar,) = result["structure, mean"]
