@@ -254,11 +254,11 @@ def test_batch_folded_into_positions() -> None:
 
 def test_weights_of_positions_and_of_examples() -> None:
     """Flags of positions, else a flag for all rows of an example."""
-    flags = np.arange(6).reshape(2, 3) % 2 == 0
+    flags = np.array([[True, False, True], [True, True, True]])
     for shape, want in (
         ((2, 3), flags),
         ((6, 1), flags.reshape(6, 1)),
-        ((4, 1), np.zeros((4, 1), bool)),
+        ((4, 1), [[False], [False], [True], [True]]),
     ):
         got = _broadcast_positions(tf.constant(flags), tf.constant(shape))
         np.testing.assert_array_equal(got, want)

@@ -74,7 +74,7 @@ def test_kept_losses(stateless: bool) -> None:
 @pytest.mark.parametrize(
     "layer",
     [layers.LSTM(2), layers.GRU(2), layers.Bidirectional(layers.LSTM(2))],
-    ids=lambda layer: layer.name,
+    ids=["LSTM", "GRU", "Bidirectional"],
 )
 def test_without_cudnn(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, recurrent layers use cuDNN, but not in repeated passes."""

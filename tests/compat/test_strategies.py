@@ -269,7 +269,7 @@ def test_without_config(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_dtypes_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only dtypes that TensorFlow sums on GPUs, for batches of any dtype."""
+    """Sums for means are in dtypes that TensorFlow sums on GPUs."""
     monkeypatch.delenv("TF_CONFIG", raising=False)
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
     original, summed = strategy.reduce, set()
@@ -282,7 +282,8 @@ def test_dtypes_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(strategy, "reduce", record)
     repair(strategy)
-    for dtype in (tf.int32, tf.int64, tf.bfloat16, tf.float16, tf.float32):
+    integers = tf.int32, tf.int64
+    for dtype in (*integers, tf.bfloat16, tf.float16, tf.float32, tf.float64):
         batch = tf.cast([3, 4], dtype)
         mean = strategy.reduce("MEAN", batch, axis=None)
         assert mean.dtype == (tf.float64 if dtype.is_integer else dtype)

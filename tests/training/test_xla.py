@@ -192,7 +192,8 @@ def missing(network: str, optimizer: str, jit: bool) -> set[str]:
     step = tf.function(model.train_step, autograph=False, jit_compile=jit)
     (inputs,) = model.inputs
     x = np.ones((4, *inputs.shape[1:]), inputs.dtype)
-    graph = step.get_concrete_function((x, np.zeros(4, "int32"))).graph
+    batch = x, np.zeros(4, "int32"), np.ones(4, "float32")
+    graph = step.get_concrete_function(batch).graph
     return without_gpu_kernel(graph)
 
 

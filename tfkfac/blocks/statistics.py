@@ -350,7 +350,7 @@ def _broadcast_positions(weightless: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
     If the number of rows differs from the number of flags, a row has the flag
     of its example: true if all positions of the example have no weight.
     """
-    # Use int64: the product below exceeds int32 from 46,341 examples on.
+    # Use int64: the product below exceeds int32 from 46,342 examples on.
     shape = tf.cast(shape, tf.int64)
     size, rows = tf.size(weightless, tf.int64), tf.reduce_prod(shape)
     # XLA compiles this for any sizes, unlike a `tf.reshape` in a `tf.cond`.

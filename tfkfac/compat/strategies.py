@@ -108,17 +108,17 @@ def _reduce(
         local = strategy.experimental_local_results(leaf)
         if tf.TensorShape(getattr(local[0], "shape", ())).rank == 0:
             return original(reduce_op, leaf, axis=None)
-        # A value that is not distributed has no entry for each replica.
-        is_distributed = len(local) == len(local_devices(strategy))
-        needs_mean = axis is None and _is_mean(reduce_op) and is_distributed
+        needs_mean = axis is None and _is_mean(reduce_op)
         # Eager only: a graph cannot branch on the shapes of other workers.
         if needs_mean and tf.executing_eagerly():
             sparse = isinstance(local[0], (tf.SparseTensor, tf.RaggedTensor))
             if sparse or local[0].dtype not in _SUMMED:
                 return local[0]
-            if not _have_equal_shapes(strategy, original, local):
-                return local[0]
-            return _mean(strategy, original, local)
+            # A plain tensor has one entry for any number of replicas.
+            if len(local) == len(local_devices(strategy)):
+                if not _have_equal_shapes(strategy, original, local):
+                    return local[0]
+                return _mean(strategy, original, local)
         return original(reduce_op, leaf, axis=axis)
 
     return tf.nest.map_structure(reduce_leaf, value)
