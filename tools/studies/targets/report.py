@@ -59,13 +59,13 @@ and first step. The standard error of a ratio is the jackknife's over the seeds.
 otherwise it says "tie" or "level".
 
 `KFAC()` has no setting, and Adam's batch and epochs. It has five seeds on the
-full models, except for one on the ResNet-20, and three on the small ones. They
+full models and three on the small ones; on the ResNet-20 three and one. They
 are compared with the same seeds of the best baseline. The ratio of its time is
-that of seeds 3 and 4, which one command trained with Adam, Muon and `KFAC()`;
-other cells have no ratio. The ratios of K-FAC in these rows are those of seeds
-0 to 2, trained on another machine. The length of the steps of `KFAC()` in long
-runs (the constant 400) was chosen on seeds 0 and 1 with full models, by this
-metric.
+that of seeds 3 and 4 (ResNet-20: seed 3), which one command trained with Adam,
+Muon and `KFAC()`; other cells have no ratio. The ratios of K-FAC in these rows
+are those of the other seeds, trained on another machine. The length of the
+steps of `KFAC()` in long runs (the constant 400) was chosen on seeds 0 and 1
+with full models, by this metric.
 
 Settings were chosen on a sixth of the training data, held out, and with small
 models; the test set was not used. The rates of Adam and Muon, and the batches
