@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 import benchmark
 from command import process_environment
@@ -26,6 +27,14 @@ def test_device(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     environment = process_environment(1, gpu=gpu)
     assert environment["CUDA_VISIBLE_DEVICES"] == visible
+
+
+@pytest.mark.skipif(
+    bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU"
+)
+def test_no_gpu() -> None:
+    with pytest.raises(SystemExit, match="finds no GPU"):
+        benchmark.main(["--gpu"])
 
 
 def test_median_of_each_phase() -> None:

@@ -481,6 +481,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker:
         work(options.worker)
         return 0
+    if options.gpu:
+        import tensorflow as tf
+
+        if not tf.config.list_physical_devices("GPU"):
+            sys.exit("argument --gpu: TensorFlow finds no GPU")
     rows: list[Row] = []
     for model in options.models:
         try:
