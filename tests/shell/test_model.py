@@ -1,10 +1,12 @@
 """Descriptions of models that workers compare; errors name differences."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 from keras import layers
 from keras.optimizers.schedules import CosineDecay
 
@@ -74,6 +76,18 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": KFAC(step="natural", only_layers=["out"])
     },
 }
+
+
+def test_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker without a GPU, or by TensorFlow's ring, would wait forever."""
+    hints = iter(["nccl", "ring"])
+    monkeypatch.setattr(
+        tfkfac.shell.optimizer,
+        "find_topology",
+        lambda strategy: SimpleNamespace(hint=next(hints)),
+    )
+    want = "collectives: 'nccl' on worker 0, 'ring' on worker 1"
+    assert differences(network(), network()) == [want]
 
 
 def test_differences_are_named() -> None:

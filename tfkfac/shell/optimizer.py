@@ -21,6 +21,7 @@ from tfkfac.compat.optimizers import (
 from tfkfac.compat.optimizers import trainable_variables as known_variables
 from tfkfac.compat.strategies import repair
 from tfkfac.distributed.agreement import check_agreement
+from tfkfac.distributed.topology import find_topology
 from tfkfac.loss.batch import LossBatch, LossTap, record_loss
 from tfkfac.loss.shares import LossScaling
 from tfkfac.shell.arguments import (
@@ -313,6 +314,7 @@ class SecondOrderOptimizer(ScheduledOptimizer):
             **optimizers,
             "learning rate set in training": float(self.plan.set_rate.numpy()),
             "jit_compile": uses_xla(model),
+            "collectives": find_topology(model.distribute_strategy).hint,
             "shapes of the weights": [list(v.shape) for v in weights],
             **self.method.agreement(),
             **describe_model(model),
