@@ -233,6 +233,8 @@ def test_legacy_file_in_a_loss_scale_optimizer(tmp_path: Path) -> None:
     copy = keras.models.load_model(tmp_path / "model.h5")
     assert_same(curvature(kfac_of(copy)), curvature(kfac_of(model)))
     assert any(v.any() for v in curvature(kfac_of(copy)).values())
+    values = [x.optimizer.variables for x in (copy, model)]
+    np.testing.assert_equal(*[[v.numpy() for v in of] for of in values])
 
 
 def test_saved_without_curvature(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def gradients_of(
 def curvature(optimizer: Any) -> dict[str, Array]:
     """All that K-FAC itself keeps, by name."""
     store: dict[str, Array] = {}
-    optimizer.save_own_variables(store)
+    optimizer.save_curvature(store)
     return {name: np.array(value) for name, value in store.items()}
 
 

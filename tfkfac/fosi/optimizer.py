@@ -113,6 +113,12 @@ class FOSI(SecondOrderOptimizer):
     """
 
     settings_type = Settings
+    inner_class = keras.optimizers.Adam
+    rate_argument = "inner_optimizer"
+    wrapped_hint = (
+        "Pass it to the inner optimizer: "
+        "`inner_optimizer=keras.optimizers.Adam(0.001, {})`."
+    )
     method: FOSIMethod
 
     def __init__(

@@ -112,6 +112,12 @@ class GaussNewton(SecondOrderOptimizer):
     """
 
     settings_type = Settings
+    inner_class = keras.optimizers.SGD
+    wrapped_hint = (
+        "An exact step is neither clipped, decayed, averaged nor accumulated: "
+        "`damping` limits it, and `kernel_regularizer=keras.regularizers.L2()` "
+        "penalises weights."
+    )
     method: GaussNewtonMethod
 
     def __init__(

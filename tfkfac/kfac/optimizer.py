@@ -181,6 +181,12 @@ class KFAC(SecondOrderOptimizer):
     """
 
     settings_type = KFACSettings
+    inner_class = keras.optimizers.SGD
+    wrapped_hint = (
+        "Pass it to the inner optimizer, which gives natural-gradient steps: "
+        "`inner_optimizer=keras.optimizers.SGD(0.1, momentum=0.9, {})`. The "
+        "uncovered weights have a `rest_optimizer`."
+    )
     method: KFACMethod
 
     def __init__(
@@ -266,7 +272,7 @@ class KFAC(SecondOrderOptimizer):
         return self.method.settings.gradient_accumulation_steps
 
     @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, value: None) -> None:
+    def gradient_accumulation_steps(self, value: int | None) -> None:
         """Accept only None, which Keras' constructor assigns."""
         if value is not None:
             raise AttributeError(

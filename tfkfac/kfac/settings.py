@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import warnings
 from typing import Any
 
 import keras
@@ -34,6 +35,17 @@ STEPS = ("natural", "spectral")
 SPECTRAL_REST_RATE = 0.01
 # Default fraction of gradient workers in HYBRID-OPT (KAISA, section 5).
 _HYBRID_FRACTION = 0.5
+# Inner optimizers that rescale each element of the preconditioned gradient.
+_ADAPTIVE = (
+    keras.optimizers.Adam,
+    keras.optimizers.Adamax,
+    keras.optimizers.Nadam,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adafactor,
+    keras.optimizers.Lion,
+)
 WEIGHT_SHARING = ("expand", "reduce", "average")
 _DTYPES = ("float32", "bfloat16", "float16")
 # Key under which a config stores the name of a layer class.
@@ -269,6 +281,14 @@ def choose_optimizers(
         del arguments["momentum"]  # momentum of the spectral step, not of SGD
     sgd = keras.optimizers.SGD
     inner = check_inner(choose_inner(inner_optimizer, sgd, defaults, arguments))
+    if isinstance(inner, _ADAPTIVE):
+        warnings.warn(
+            f"{type(inner).__name__} as `inner_optimizer` rescales each "
+            "element of the preconditioned gradient, which undoes most of the "
+            "preconditioning. Use `KFAC()`, or `KFAC(rest_optimizer=...)` for "
+            "the weights without a block.",
+            stacklevel=3,
+        )
     if step == "spectral":
         check_spectral(inner, rest_optimizer)
         rate = ProportionalRate(SPECTRAL_REST_RATE, 1.0)

@@ -132,6 +132,10 @@ class Saved:
         pairs = zip(in_model, in_file, strict=True)
         self._paths = {path: saved for (*_, path), (*_, saved) in pairs}
 
+    def names(self, section: str) -> set[str]:
+        """Return the names of a section's entries for the whole model."""
+        return set(self._keys.get(("", section), ()))
+
     def read(self, entry: Entry) -> np.ndarray:
         """Return the array for an entry, or raise an `EntryError`."""
         keys = self._keys.get((self._paths[entry.layer], entry.section), {})

@@ -1,8 +1,10 @@
 """Arguments of optimizers: hyperparameters, inner optimizer, configs."""
 
+import difflib
+import inspect
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeAlias
+from typing import Any, NoReturn, Self, TypeAlias
 
 import keras
 import numpy as np
@@ -176,6 +178,76 @@ def setting(name: str) -> property:
         current.set(value)
 
     return property(get, set_, doc=f"The argument `{name}`.")
+
+
+# Arguments of Keras' optimizers that the wrapped optimizers have.
+WRAPPED = (
+    "weight_decay",
+    "clipnorm",
+    "clipvalue",
+    "global_clipnorm",
+    "use_ema",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+    "gradient_accumulation_steps",
+)
+
+
+def wrapped_setting(name: str) -> property:
+    """Create a property with the inner optimizer's value of an argument."""
+
+    def get(optimizer: Any) -> Value:
+        return getattr(optimizer.inner_optimizer, name)
+
+    def set_(optimizer: Any, value: Value) -> None:
+        # Keras' constructor assigns defaults before the inner optimizer exists.
+        inner = getattr(optimizer, "inner_optimizer", None)
+        if inner is not None and value != getattr(inner, name):
+            refuse_setting(optimizer, name, value)
+
+    return property(get, set_, doc=f"The inner optimizer's `{name}`.")
+
+
+def refuse_setting(optimizer: Any, name: str, value: Value) -> NoReturn:
+    """Raise an error for an assigned argument of the inner optimizer."""
+    given = f"{name}={value!r}"
+    raise AttributeError(
+        f"Argument `{name}` of '{optimizer.name}' cannot be assigned. "
+        f"{optimizer.wrapped_hint.format(given)} Received: {given}"
+    )
+
+
+def refuse_unknown(cls: Any, arguments: Mapping[str, Value]) -> None:
+    """Raise a TypeError for an argument that an optimizer class does not have.
+
+    The message says where arguments of Keras' optimizers belong.
+    """
+    parameters = inspect.signature(cls.__init__).parameters
+    has_others = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = [name for name in arguments if name not in parameters]
+    if has_others or not unknown:
+        return
+    name = unknown[0]
+    given = f"{name}={arguments[name]!r}"
+    known = [parameter for parameter in parameters if parameter != "self"]
+    similar = difflib.get_close_matches(name, known, 1, 0.7)
+    inner_arguments = inspect.signature(cls.inner_class.__init__).parameters
+    if name in ("lr", "learning_rate"):
+        where = f"Pass the learning rate as `{cls.rate_argument}`."
+    elif name == "decay":
+        where = "Pass a schedule of `keras.optimizers.schedules` as the rate."
+    elif name == "loss_scale_factor":
+        where = "Wrap this optimizer in `keras.optimizers.LossScaleOptimizer`."
+    elif name in WRAPPED or name in inner_arguments:
+        where = cls.wrapped_hint.format(given)
+    elif similar:
+        where = f"Is it `{similar[0]}`?"
+    else:
+        where = f"The arguments are: {', '.join(known)}."
+    raise TypeError(
+        f"{cls.__name__} got an unexpected keyword argument '{name}'. {where} "
+        f"Received: {given}"
+    )
 
 
 class Settings:

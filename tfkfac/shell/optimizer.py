@@ -4,7 +4,7 @@ import collections
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar, Self
 
 import keras
@@ -14,10 +14,7 @@ from tfkfac.capture.model_taps import BeforeTap, MetricsDecision, MetricsTap
 from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.checks import check_count
 from tfkfac.compat.models import is_saving_legacy_file, legacy_variables
-from tfkfac.compat.optimizers import (
-    knows_variable,
-    variable_key,
-)
+from tfkfac.compat.optimizers import knows_variable, variable_key
 from tfkfac.compat.optimizers import trainable_variables as known_variables
 from tfkfac.compat.strategies import repair
 from tfkfac.distributed.agreement import check_agreement
@@ -27,6 +24,7 @@ from tfkfac.loss.shares import LossScaling
 from tfkfac.shell.arguments import (
     Hyperparameter,
     check_inner,
+    refuse_unknown,
     restore_value,
     setting,
 )
@@ -56,6 +54,16 @@ class SecondOrderOptimizer(ScheduledOptimizer):
     """
 
     settings_type: ClassVar[type]
+    # For errors: default class of the inner optimizer, name of the argument of
+    # the learning rate, and how to pass the inner optimizer an argument `{}`.
+    inner_class: ClassVar[type[keras.optimizers.Optimizer]]
+    rate_argument: ClassVar[str] = "learning_rate"
+    wrapped_hint: ClassVar[str]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse unknown arguments, with the place where they belong."""
+        refuse_unknown(cls, kwargs)
+        return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -342,6 +350,8 @@ class SecondOrderOptimizer(ScheduledOptimizer):
         job = self._bound_job()
         batch = LossTap.open(job.model).pop_last(LossBatch())
         before = BeforeTap.open(job.model).pop_last([])
+        if tf.executing_eagerly():
+            self.check_iterations()
         step = Step(job, list(grads), variables, batch, job.group(), before)
         self.method.run(step)
         flag = job.local_state(job.streaks).excluded
@@ -393,21 +403,33 @@ class SecondOrderOptimizer(ScheduledOptimizer):
         self._saved_state.gather()
 
     def save_own_variables(self, store: Any) -> None:
-        """Write the curvature state, named by layer.
+        """Write the whole state: curvature, inner and rest optimizer.
 
-        Keras saves the inner optimizer separately. On several workers, call
-        `gather_state` before, or save on all workers.
+        Into a file of a model Keras writes the inner and the rest optimizer
+        itself. On several workers, call `gather_state` before, or save on all
+        workers.
+
+        >>> store = {}
+        >>> optimizer.save_own_variables(store)
+        >>> copy.load_own_variables(store)  # the copy continues bit for bit
 
         Args:
-            store: Mapping from names to arrays.
+            store: Dict or `h5py.Group`, which gets an array for each name.
         """
+        self.save_curvature(store)
+        # The stores of Keras' files are no mappings.
+        if isinstance(store, MutableMapping):
+            self._saved_state.save_wrapped(store)
+
+    def save_curvature(self, store: Any) -> None:
+        """Write the curvature state, named by layer."""
         self._saved_state.save(store)
 
     def load_own_variables(self, store: Any) -> None:
         """Load state that `save_own_variables` wrote on any number of workers.
 
-        Missing state that can be recomputed, such as the decompositions of
-        another solver, is recomputed in the next step.
+        The model must be built. Missing state that can be recomputed, such as
+        the decompositions of another solver, is recomputed in the next step.
 
         Args:
             store: Mapping from names to arrays.
@@ -522,20 +544,16 @@ class SecondOrderOptimizer(ScheduledOptimizer):
 
     # ------------------------------------------------- the other optimizers
     @property
-    def iterations(self) -> Any:
-        """The inner optimizer's number of updates."""
-        return self.inner_optimizer.iterations
-
-    @property
     def variables(self) -> list[Any]:
         """The variables of the inner optimizer, then of the rest optimizer.
 
-        While Keras writes an `.h5` file, also the curvature state.
+        They do not contain the curvature, see `save_own_variables`, but while
+        Keras writes an `.h5` file they do.
         """
         variables = [v for x in self._optimizers for v in x.variables]
         if is_saving_legacy_file():
             state: dict[str, Any] = {}
-            self.save_own_variables(state)
+            self.save_curvature(state)
             variables = [*variables, *legacy_variables(state)]
         return variables
 
@@ -553,20 +571,15 @@ class SecondOrderOptimizer(ScheduledOptimizer):
             self._scaling.is_wrapped = True
         super().__setattr__(name, value)
 
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        """Set the variables of the inner and rest optimizer, in this order."""
-        values = iter(weights)
-        for optimizer in self._optimizers:
-            count = len(optimizer.variables)
-            optimizer.set_weights(list(itertools.islice(values, count)))
+    def check_iterations(self) -> None:
+        """Raise an error if `variables` were assigned outside of a step.
 
-    def finalize_variable_values(
-        self, var_list: Sequence[keras.Variable]
-    ) -> None:
-        """Assign the averages of the inner and the rest optimizer."""
-        for optimizer in self._optimizers:
-            trained = [v for v in var_list if knows_variable(optimizer, v)]
-            optimizer.finalize_variable_values(trained)
+        `fit`, `train_on_batch` and eager steps call this method.
+
+        Raises:
+            ValueError: If the number of updates is not that of the curvature.
+        """
+        self._saved_state.check_iterations()
 
 
 def find_optimizer(optimizer: Any) -> SecondOrderOptimizer | None:

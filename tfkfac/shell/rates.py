@@ -1,7 +1,7 @@
-"""Learning rates and averages of the inner and the rest optimizer."""
+"""Keras' settings and methods of an optimizer that wraps two others."""
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NoReturn
 
 import keras
 
@@ -9,16 +9,32 @@ from tfkfac.checks import check_count, check_range
 from tfkfac.compat.optimizers import (
     KerasOptimizer,
     averages_of,
+    knows_variable,
     rate_of,
     raw_iterations,
     trainable_variables,
     variable_key,
 )
 from tfkfac.schedules.fit_decay import FitDecay, RunPlan
+from tfkfac.shell.arguments import refuse_setting, wrapped_setting
+from tfkfac.shell.saving import HOW_TO_COPY
+
+_SUBCLASS = "Add variables in a subclass of the inner optimizer."
+
+
+def _unavailable(name: str, way: str) -> Callable[..., NoReturn]:
+    """Create a method that raises an error, which names another way."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"`{type(self).__name__}` has no method `{name}`. {way}"
+        )
+
+    return method
 
 
 class ScheduledOptimizer(KerasOptimizer):
-    """Optimizer with the rate and averages of an inner and a rest optimizer."""
+    """Optimizer with the settings of an inner and a rest optimizer."""
 
     inner_optimizer: keras.optimizers.Optimizer
     rest_optimizer: keras.optimizers.Optimizer | None
@@ -105,6 +121,62 @@ class ScheduledOptimizer(KerasOptimizer):
             f"{start:,} to {last_update:,}."
         ]
 
+    # ----------------------------------------------- other Keras arguments
+    weight_decay = wrapped_setting("weight_decay")
+    clipnorm = wrapped_setting("clipnorm")
+    clipvalue = wrapped_setting("clipvalue")
+    global_clipnorm = wrapped_setting("global_clipnorm")
+    ema_momentum = wrapped_setting("ema_momentum")
+    ema_overwrite_frequency = wrapped_setting("ema_overwrite_frequency")
+
+    @property
+    def gradient_accumulation_steps(self) -> int | None:
+        """None: the inner optimizer accumulates, if any."""
+        return None
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int | None) -> None:
+        if value is not None:
+            refuse_setting(self, "gradient_accumulation_steps", value)
+
+    def exclude_from_weight_decay(
+        self,
+        var_list: Sequence[keras.Variable] | None = None,
+        var_names: Sequence[str] | None = None,
+    ) -> None:
+        """Exclude variables from the decay of the inner and rest optimizer.
+
+        Call it before the first step.
+
+        Args:
+            var_list: Variables to exclude. Defaults to None.
+            var_names: Regular expressions: a variable is excluded if one of
+                them matches a part of its name. Defaults to None.
+        """
+        for optimizer in self._optimizers:
+            optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    # -------------------------------------------------------- other methods
+    @property
+    def iterations(self) -> Any:
+        """The inner optimizer's number of updates."""
+        return self.inner_optimizer.iterations
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Raise an error: `variables` do not contain the curvature."""
+        raise ValueError(
+            f"`set_weights` cannot set the curvature of '{self.name}', which "
+            f"`variables` do not contain. {HOW_TO_COPY}"
+        )
+
+    stateless_apply = _unavailable("stateless_apply", "Call `apply`.")
+    update_step = _unavailable("update_step", "Call `apply` for all variables.")
+    add_variable = _unavailable("add_variable", _SUBCLASS)
+    add_variable_from_reference = _unavailable(
+        "add_variable_from_reference", _SUBCLASS
+    )
+    add_optimizer_variables = _unavailable("add_optimizer_variables", _SUBCLASS)
+
     # --------------------------------------------- averages of the weights
     # Keras' `SwapEMAWeights` reads the properties `use_ema` and
     # `_model_variables_moving_average`, also inside a loss scaler.
@@ -117,12 +189,8 @@ class ScheduledOptimizer(KerasOptimizer):
 
     @use_ema.setter
     def use_ema(self, value: bool) -> None:
-        """Accept the False that Keras' constructor assigns."""
         if value:
-            raise AttributeError(
-                "Argument `use_ema` must be set on the inner optimizer. "
-                f"Received: use_ema={value!r}"
-            )
+            refuse_setting(self, "use_ema", value)
 
     @property
     def _model_variables_moving_average(self) -> list[Any]:
@@ -139,3 +207,11 @@ class ScheduledOptimizer(KerasOptimizer):
     def averaging_optimizers(self) -> list[keras.optimizers.Optimizer]:
         """Inner and rest optimizer, each only if it has `use_ema`."""
         return [o for o in self._optimizers if o.use_ema]
+
+    def finalize_variable_values(
+        self, var_list: Sequence[keras.Variable]
+    ) -> None:
+        """Assign the averages of the inner and the rest optimizer."""
+        for optimizer in self._optimizers:
+            trained = [v for v in var_list if knows_variable(optimizer, v)]
+            optimizer.finalize_variable_values(trained)

@@ -38,8 +38,17 @@ from tfkfac.schedules.fit_decay import RunPlan
 from tfkfac.shell.method import Method
 from tfkfac.training.job import Job
 
+# Section of the inner and the rest optimizer. Files of models do not have it:
+# Keras saves these optimizers itself.
+WRAPPED_SECTION = "wrapped optimizers"
 # Seconds to wait until all workers save.
 PATIENCE = 30
+# What to do instead of copying `variables`.
+HOW_TO_COPY = (
+    "To copy the state of an optimizer call `save_own_variables(store)` with a "
+    "dict, and `load_own_variables(store)` of the copy. To start again create "
+    "a new optimizer."
+)
 
 
 class SavedState(tf.train.experimental.PythonState):
@@ -127,6 +136,27 @@ class SavedState(tf.train.experimental.PythonState):
             key = worker_key(job.topology.process, job.topology.processes)
             store[key] = np.zeros(1, np.int64)
 
+    def check_iterations(self) -> None:
+        """Raise an error if the iterations are not those of the curvature."""
+        job = self._job
+        if job is None:
+            return
+        updates = int(job.updates[0].numpy())
+        counter = raw_iterations(job.rest_optimizer or job.inner_optimizer)
+        iterations = int(counter.numpy())
+        if updates >= 0 and iterations != updates:
+            raise ValueError(
+                f"Optimizer '{self._name}' has made {updates} updates, but its "
+                f"variable '{counter.path}' is {iterations}. `variables` do "
+                f"not contain the curvature. {HOW_TO_COPY}"
+            )
+
+    def save_wrapped(self, store: MutableMapping[str, Any]) -> None:
+        """Write the variables of the inner and the rest optimizer."""
+        if self._job is not None:
+            for entry in wrapped_entries(self._job):
+                store[entry.key] = storable(np.asarray(entry.variable.numpy()))
+
     def _entries(self) -> dict[int, list[Entry]]:
         """Return the entries to save of each local replica, by rank."""
         return {
@@ -187,6 +217,9 @@ class SavedState(tf.train.experimental.PythonState):
         """
         if not store.keys() and self._job is None:
             return  # a copy of an optimizer that was not built
+        if self._job is not None:
+            for updates in self._job.updates:
+                updates.assign(-1)
         if not store.keys():
             warnings.warn(
                 f"Optimizer '{self._name}' finds no curvature in the loaded "
@@ -213,6 +246,11 @@ class SavedState(tf.train.experimental.PythonState):
             rank: [e for e in c.entries if e.section in used]
             for rank, c in contents.items()
         }
+        wrapped = wrapped_entries(job)
+        if saved.names(WRAPPED_SECTION) == {e.name for e in wrapped}:
+            sections.add(WRAPPED_SECTION)
+            used.add(WRAPPED_SECTION)
+            next(iter(entries.values())).extend(wrapped)
         layers = {e.layer for of_rank in entries.values() for e in of_rank}
         layers.update(*(c.layers for c in contents.values()))
         saved.match(layers, used, self._name)
@@ -265,6 +303,22 @@ class SavedState(tf.train.experimental.PythonState):
             return
         with np.load(io.BytesIO(string_value), allow_pickle=False) as store:
             self.load(store)
+
+
+def wrapped_entries(job: Job) -> list[Entry]:
+    """Return entries of the variables of the inner and the rest optimizer."""
+    optimizers = {"inner": job.inner_optimizer, "rest": job.rest_optimizer}
+    return [
+        Entry(
+            "",
+            f"{role} {type(optimizer).__name__} {i}",
+            v.value,
+            section=WRAPPED_SECTION,
+        )
+        for role, optimizer in optimizers.items()
+        if optimizer is not None
+        for i, v in enumerate(optimizer.variables)
+    ]
 
 
 def seed_states(model: keras.Model | None) -> list[tuple[tf.Variable, ...]]:

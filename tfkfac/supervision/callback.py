@@ -184,6 +184,7 @@ class Supervision(keras.callbacks.Callback):
 
     def _start_run(self) -> None:
         """Set the run length of the method; check that all workers agree."""
+        self._optimizer.check_iterations()
         epochs, steps = self.params.get("epochs"), self.params.get("steps")
         epoch = first_epoch(self.model, self._initial_epoch)
         total = None if steps is None else epochs * steps

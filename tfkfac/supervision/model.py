@@ -139,10 +139,11 @@ def _supervise(
             return below(*args, **kwargs)
 
     def train_on_batch(below: Below, *args: Any, **kwargs: Any) -> Any:
+        assert optimizer is not None
+        optimizer.check_iterations()
         with as_errors():
             result = below(*args, **kwargs)
-        if optimizer is not None:
-            optimizer.count_steps()
+        optimizer.count_steps()
         return result
 
     def get_metrics_result(below: Callable[[], Any]) -> Any:
@@ -192,23 +193,30 @@ def _carry_state(
     model: keras.Model, optimizer: SecondOrderOptimizer
 ) -> list[Override]:
     """Add the curvature to state trees and legacy `.h5` files."""
+    # An override of the optimizer must not refer to the model: the optimizer
+    # would keep the model alive.
+    outer = model.optimizer
 
     def save() -> State:
         store: dict[str, Any] = {}
-        optimizer.save_own_variables(store)
+        optimizer.save_curvature(store)
         return store
 
     def set_weights(below: Below, weights: Any) -> None:
         state = legacy_state(weights)
+        if state is None:  # not from a file: raise an error
+            type(optimizer).set_weights(optimizer, weights)
+            return
         try:
-            if state is not None:
-                optimizer.load_own_variables(state)
+            optimizer.load_own_variables(state)
         except ValueError as error:  # warn: Keras hides the message
             warnings.warn(str(error), stacklevel=2)
             raise
-        below(weights)
+        # The weights end with the curvature.
+        for variable, value in zip(outer.variables, weights, strict=False):
+            variable.assign(value)
 
     return [
         *carry_in_state_trees(model, save, optimizer.load_own_variables),
-        override(model.optimizer, "set_weights", set_weights),
+        override(outer, "set_weights", set_weights),
     ]

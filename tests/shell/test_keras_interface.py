@@ -1,0 +1,373 @@
+"""Public members of Keras' optimizers work, or an error names the way.
+
+`WORKING` and `REFUSED` have a row for each public method, attribute and
+argument of `keras.optimizers.Optimizer`; a new one without a row fails.
+"""
+
+import inspect
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import h5py
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfkfac
+from tests.support.small import data, loss, mlp
+
+SGD = keras.optimizers.SGD
+X, Y = data(64)
+MAKE: dict[str, Callable[..., Any]] = {
+    "KFAC()": tfkfac.KFAC,
+    "natural": lambda: tfkfac.KFAC(SGD(0.1, momentum=0.9)),
+    "inner only": lambda: tfkfac.KFAC(0.1, rest_optimizer="inner"),
+    "FOSI": lambda: tfkfac.FOSI(warmup_steps=2),
+    "GaussNewton": tfkfac.GaussNewton,
+}
+CLASSES = [tfkfac.KFAC, tfkfac.FOSI, tfkfac.GaussNewton]
+every_class = pytest.mark.parametrize("make", CLASSES)
+
+
+def compiled(optimizer: Any) -> Any:
+    model = mlp()
+    model.compile(optimizer, loss(), run_eagerly=True)
+    return model
+
+
+def train(model: Any, first: int, count: int) -> list[float]:
+    """Train on `count` of four batches, from batch `first` on."""
+    rows = [slice(i % 4 * 16, i % 4 * 16 + 16) for i in range(first + count)]
+    return [float(model.train_on_batch(X[r], Y[r])) for r in rows[first:]]
+
+
+# ---------------------------------------------------------- members that work
+def own_step(model: Any, call: Callable[[Any, Any, Any], None]) -> Any:
+    """Make a step in a loop of the user, eagerly."""
+    optimizer, weights = model.optimizer, model.trainable_variables
+    with tf.GradientTape() as tape:
+        outputs = model(X, training=True)
+        value = model.compute_loss(x=X, y=Y, y_pred=outputs)
+        value = optimizer.scale_loss(value)
+    call(optimizer, tape.gradient(value, weights), weights)
+    return model.get_weights()
+
+
+def steps_of_a_loop(make: Callable[[], Any]) -> None:
+    """`apply` and `apply_gradients` make the step of `train_on_batch`."""
+    calls: list[Any] = [
+        lambda optimizer, *arguments: optimizer.apply(*arguments),
+        lambda optimizer, *pairs: optimizer.apply_gradients(
+            zip(*pairs, strict=True)
+        ),
+    ]
+    model = compiled(make())
+    model.train_on_batch(X, Y)
+    for call in calls:
+        other = compiled(make())
+        weights = own_step(other, call)
+        for value, want in zip(weights, model.get_weights(), strict=True):
+            np.testing.assert_allclose(value, want, rtol=1e-4, atol=1e-6)
+        assert int(other.optimizer.iterations.numpy()) == 1
+
+
+def building(make: Callable[[], Any]) -> None:
+    optimizer = make()
+    model = compiled(optimizer)  # builds the optimizer of a built model
+    assert optimizer.built
+    optimizer.build(model.trainable_variables)
+
+
+def assignments_to_a_variable(make: Callable[[], Any]) -> None:
+    optimizer, variable = make(), keras.Variable([1.0, 2.0])
+    optimizer.assign(variable, [4.0, 8.0])
+    optimizer.assign_add(variable, [1.0, 1.0])
+    optimizer.assign_sub(variable, [2.0, 0.0])
+    np.testing.assert_array_equal(variable.numpy(), [3.0, 9.0])
+
+
+def averages(make: Callable[[], Any]) -> None:
+    """Without averages the weights stay."""
+    model = compiled(make())
+    before = model.get_weights()
+    model.optimizer.finalize_variable_values(model.trainable_variables)
+    np.testing.assert_equal(model.get_weights(), before)
+
+
+def config(make: Callable[[], Any]) -> None:
+    values = make().get_config()
+    assert type(make()).from_config(values).get_config() == values
+
+
+def learning_rate(make: Callable[[], Any]) -> None:
+    model = compiled(make())
+    train(model, 0, 1)
+    before = model.get_weights()
+    model.optimizer.learning_rate = 0.0
+    assert float(model.optimizer.learning_rate) == 0.0
+    train(model, 1, 1)
+    np.testing.assert_equal(model.get_weights(), before)
+
+
+def variables(make: Callable[[], Any]) -> None:
+    model = compiled(make())
+    wrapped = [model.optimizer.inner_optimizer, model.optimizer.rest_optimizer]
+    want = [v.path for x in wrapped if x is not None for v in x.variables]
+    assert [v.path for v in model.optimizer.variables] == want
+
+
+def name(make: Callable[[], Any]) -> None:
+    assert type(make())(name="other").get_config()["name"] == "other"
+
+
+def decay(make: Callable[[], Any]) -> None:
+    optimizer = make()
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    train(compiled(optimizer), 0, 1)  # values: `test_weight_decay`
+
+
+WORKING: dict[str, Callable[[Callable[[], Any]], None]] = {
+    "apply": steps_of_a_loop,
+    "apply_gradients": steps_of_a_loop,
+    "assign": assignments_to_a_variable,
+    "assign_add": assignments_to_a_variable,
+    "assign_sub": assignments_to_a_variable,
+    "build": building,
+    "built": building,
+    "exclude_from_weight_decay": decay,
+    "finalize_variable_values": averages,
+    "from_config": config,
+    "get_config": config,
+    "iterations": steps_of_a_loop,
+    "learning_rate": learning_rate,
+    "load_own_variables": config,  # values: `test_state_by_itself`
+    "name": name,
+    "save_own_variables": config,
+    "scale_loss": steps_of_a_loop,
+    "variables": variables,
+}
+# Members that an error refuses; for attributes a value.
+REFUSED: dict[str, Any] = {
+    "add_optimizer_variables": None,
+    "add_variable": None,
+    "add_variable_from_reference": None,
+    "set_weights": None,
+    "stateless_apply": None,
+    "update_step": None,
+    "clipnorm": 1e-9,
+    "clipvalue": 1e-9,
+    "ema_momentum": 0.5,
+    "ema_overwrite_frequency": 3,
+    "global_clipnorm": 1e-9,
+    "gradient_accumulation_steps": 4,
+    "loss_scale_factor": 2.0,
+    "use_ema": True,
+    "weight_decay": 0.5,
+}
+
+
+def test_each_member_of_keras_optimizers_has_a_row() -> None:
+    keras_class = keras.optimizers.Optimizer
+    names = {*dir(keras_class), *vars(keras_class(0.1))}
+    signatures = [inspect.signature(c.__init__) for c in keras_class.__mro__]
+    names |= {name for signature in signatures for name in signature.parameters}
+    names -= {"self", "args", "kwargs"}
+    public = {name for name in names if not name.startswith("_")}
+    assert public == WORKING.keys() | REFUSED.keys()
+
+
+@every_class
+def test_working_members(make: Any) -> None:
+    for check in dict.fromkeys(WORKING.values()):
+        check(make)
+
+
+@every_class
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_members(name: str, make: Any) -> None:
+    """The error comes with the way that works, and nothing changes."""
+    optimizer, value = make(), REFUSED[name]
+    errors = AttributeError, NotImplementedError, ValueError
+    ways = r"inner_optimizer|damping|another optimizer|LossScaleOptimizer|Call"
+    ways += "|inner optimizer|save_own_variables"
+    with pytest.raises(errors, match=ways) as caught:
+        if value is None:
+            getattr(optimizer, name)([np.ones(3)])
+        else:
+            setattr(optimizer, name, value)
+    assert name in str(caught.value)
+    if value is not None:
+        assert getattr(optimizer, name) != value
+        shown = re.search(r"`inner_optimizer=(.+?)`\.", str(caught.value))
+        if shown is not None:  # the code in the message works
+            inner = eval(shown[1], {"keras": keras})
+            changed = type(optimizer)(inner_optimizer=inner)
+            assert getattr(changed.inner_optimizer, name) == value
+
+
+@pytest.mark.parametrize(
+    "make", [lambda **k: tfkfac.KFAC(SGD(0.1, **k)), lambda **k: SGD(0.1, **k)]
+)
+def test_clipping_of_the_inner_optimizer(make: Any) -> None:
+    """The way that the error names stops the training, as Keras' does."""
+    model = compiled(make(clipnorm=1e-9))
+    before = model.get_weights()
+    train(model, 0, 3)
+    for value, want in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_allclose(value, want, atol=1e-7)
+
+
+# --------------------------------------------------------------- weight decay
+DECAY, RATE, STEPS = 0.5, 0.1, 3
+DECAYED = SGD(RATE, weight_decay=DECAY).get_config()
+
+
+def inner_sgd() -> Any:
+    return SGD.from_config(DECAYED)
+
+
+@pytest.mark.parametrize("by", ["var_names", "var_list"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda: inner_sgd(),
+        lambda: tfkfac.KFAC(inner_sgd()),
+        lambda: tfkfac.KFAC(inner_sgd(), step="spectral"),
+        lambda: tfkfac.KFAC(rest_optimizer=inner_sgd(), skip_layers="logits"),
+        lambda: tfkfac.FOSI(inner_sgd(), warmup_steps=1),
+    ],
+    ids=["Keras' SGD", "natural", "spectral", "rest", "FOSI"],
+)
+def test_weight_decay(wrap: Any, by: str) -> None:
+    """Without gradients a decayed weight is `(1 - rate decay)^steps` of it."""
+    model, optimizer = mlp(), wrap()
+    layer = model.get_layer("logits")
+    layer.bias.assign([1.0, 2.0, 3.0])
+    excluded = {"var_names": ["bias"], "var_list": [layer.bias]}[by]
+    optimizer.exclude_from_weight_decay(**{by: excluded})
+    before = layer.get_weights()
+    # No gradient: the loss does not depend on the outputs.
+    model.compile(optimizer, lambda y, outputs: 0.0 * outputs, run_eagerly=True)
+    for _ in range(STEPS):
+        model.train_on_batch(X, Y)
+    kernel, bias = layer.get_weights()
+    np.testing.assert_array_equal(bias, before[1])
+    remaining = (1 - RATE * DECAY) ** STEPS
+    np.testing.assert_allclose(kernel, before[0] * remaining, rtol=1e-5)
+
+
+# ------------------------------------------------------- the state by itself
+def by_variables(source: Any, target: Any, _: Any) -> None:
+    pairs = zip(source.variables, target.variables, strict=True)
+    for old, new in pairs:
+        new.assign(old.numpy())
+
+
+def by_weights(source: Any, target: Any, _: Any) -> None:
+    target.set_weights([v.numpy() for v in source.variables])
+
+
+def by_dict(source: Any, target: Any, _: Any) -> None:
+    store: dict[str, Any] = {}
+    source.save_own_variables(store)
+    target.load_own_variables(store)
+
+
+def by_arrays(source: Any, target: Any, folder: pathlib.Path) -> None:
+    store: dict[str, Any] = {}
+    source.save_own_variables(store)
+    np.savez(folder / "optimizer.npz", **store)
+    with np.load(folder / "optimizer.npz") as file:
+        target.load_own_variables(file)
+
+
+def by_h5(source: Any, target: Any, folder: pathlib.Path) -> None:
+    with h5py.File(folder / "optimizer.h5", "w") as file:
+        source.save_own_variables(file)
+    with h5py.File(folder / "optimizer.h5") as file:
+        target.load_own_variables(file)
+
+
+WAYS: dict[str, Callable[[Any, Any, Any], None]] = {
+    "variables": by_variables,
+    "set_weights": by_weights,
+    "dict": by_dict,
+    "npz": by_arrays,
+    "h5": by_h5,
+}
+
+
+def assert_continues(make: Any, way: Any, folder: Any) -> None:
+    """A copy of the weights and the optimizer continues bit for bit."""
+    model = compiled(make())
+    train(model, 0, 4)
+    copy = compiled(make())
+    train(copy, 0, 1)
+    copy.set_weights(model.get_weights())
+    way(model.optimizer, copy.optimizer, folder)
+    assert train(copy, 4, 2) == train(model, 4, 2)
+    np.testing.assert_equal(copy.get_weights(), model.get_weights())
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [(way, "KFAC()") for way in WAYS] + [("dict", name) for name in MAKE],
+)
+def test_state_by_itself(way: str, name: str, tmp_path: pathlib.Path) -> None:
+    """A copy continues bit for bit, or the error names what is missing."""
+    if way not in ("variables", "set_weights"):
+        assert_continues(MAKE[name], WAYS[way], tmp_path)
+        return
+    with pytest.raises(ValueError, match=r"curvature.*save_own_variables"):
+        assert_continues(MAKE[name], WAYS[way], tmp_path)
+
+
+def test_an_earlier_state_by_variables_is_refused() -> None:
+    """Also in `fit`, and in a loss scaler."""
+    model = compiled(keras.optimizers.LossScaleOptimizer(tfkfac.KFAC()))
+    train(model, 0, 2)
+    saved = [v.numpy() for v in model.optimizer.variables]
+    train(model, 2, 2)
+    for variable, value in zip(model.optimizer.variables, saved, strict=True):
+        variable.assign(value)
+    with pytest.raises(ValueError, match=r"made 4 updates.* is 2\."):
+        model.fit(X, Y, verbose=0)
+
+
+def test_state_of_another_inner_optimizer_warns() -> None:
+    """The curvature is loaded, as between other settings."""
+    model = compiled(tfkfac.KFAC(SGD(0.1, momentum=0.9)))
+    store: dict[str, Any] = {}
+    model.optimizer.save_own_variables(store)
+    other = compiled(tfkfac.KFAC(SGD(0.1)))
+    with pytest.warns(UserWarning, match=r"not use .*'wrapped optimizers'"):
+        other.optimizer.load_own_variables(store)
+
+
+# ---------------------------------------------------------- unknown arguments
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("lr", 0.1, "`(learning_rate|inner_optimizer)`"),
+        ("decay", 0.1, "keras.optimizers.schedules"),
+        ("clipnorm", 1.0, r"clipnorm=1.0\)|`damping`"),
+        ("use_ema", True, r"use_ema=True\)|`damping`"),
+        ("weight_decay", 0.1, r"weight_decay=0.1\)|`damping`"),
+        ("loss_scale_factor", 2.0, "LossScaleOptimizer"),
+        ("momentun", 0.9, "Is it `momentum`"),
+        ("unheard", 1, "The arguments are: .*momentum.*name"),
+    ],
+)
+def test_unknown_arguments(cls: Any, name: str, value: Any, words: str) -> None:
+    message = f"{cls.__name__} got .*argument '{name}'.*({words}).*Received"
+    with pytest.raises(TypeError, match=message):
+        cls(**{name: value})
+
+
+def test_adam_as_inner_optimizer_warns() -> None:
+    with pytest.warns(UserWarning, match=r"Adam as `inner.*KFAC\(\).*`KFAC\(r"):
+        tfkfac.KFAC("adam")
