@@ -1,10 +1,12 @@
 """Internals of strategies, with one process and with several."""
 
+import collections
 import ctypes
 import functools
 import itertools
 import signal
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -30,6 +32,8 @@ from tfkfac.distributed.collectives import sum_dtype
 from tfkfac.distributed.topology import find_topology
 
 BATCH = 8
+ROWS = 150  # the last batch is not full
+NUMBERS = np.arange(ROWS, dtype="float32")[:, None]
 
 
 # -------------------------------------------------------------- on a worker
@@ -95,6 +99,76 @@ def structures(rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return features, targets
 
 
+class Batches(keras.utils.PyDataset):
+    """Batches of row numbers, more than Keras' queue of 10."""
+
+    def __len__(self) -> int:
+        return -(-ROWS // BATCH)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        rows = slice(BATCH * index, BATCH * (index + 1))
+        return NUMBERS[rows], NUMBERS[rows]
+
+
+# Arguments x and y of `fit`.
+DATA: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "arrays": lambda: (NUMBERS, NUMBERS),
+    "dataset": lambda: (
+        tf.data.Dataset.from_tensor_slices((NUMBERS, NUMBERS)).batch(BATCH),
+        None,
+    ),
+    "PyDataset": lambda: (Batches(), None),
+    "PyDataset, threads": lambda: (Batches(workers=2), None),
+    "generator": lambda: ((Batches()[i] for i in range(len(Batches()))), None),
+}
+
+
+class Recorder(keras.Model):
+    """Record the row numbers of all training and test steps."""
+
+    rows: ClassVar[collections.Counter[float]] = collections.Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def record(self, data: Any) -> None:
+        tf.numpy_function(lambda x: self.rows.update(x[:, 0]), [data[0]], [])
+
+    def train_step(self, data: Any) -> Any:
+        self.record(data)
+        return super().train_step(data)
+
+    def test_step(self, data: Any) -> Any:
+        self.record(data)
+        return super().test_step(data)
+
+
+def seen_rows() -> dict[str, list[dict[int, int]]]:
+    """Count the rows that `fit`, validation and `evaluate` see, by the data."""
+    with repair(strategy()).scope():
+        model = Recorder()
+        model.compile("adam", "mse")
+    other = np.full((2, 1), -1.0)
+
+    def count(method: Any, *args: Any, **kwargs: Any) -> dict[int, int]:
+        model.rows.clear()
+        method(*args, verbose=0, **kwargs)
+        return {int(row): n for row, n in model.rows.items() if row >= 0}
+
+    return {
+        name: [
+            count(model.fit, *data()),
+            count(model.fit, other, other, validation_data=data()),
+            count(model.evaluate, *data()),
+        ]
+        for name, data in DATA.items()
+    }
+
+
 def reductions() -> dict[str, Any]:
     """Call `reduce` in many ways, on the values 1, 2, ... of the replicas."""
     replicas = repair(strategy())
@@ -121,9 +195,6 @@ def reductions() -> dict[str, Any]:
         "scalar, axis": replicas.reduce("mean", by_replica(), axis=0),
         "keywords": replicas.reduce(reduce_op=total, value=by_replica()),
         "uneven, axis": replicas.reduce(mean, by_replica(uneven=True), axis=0),
-        "uneven, shape": replicas.reduce(
-            "MEAN", by_replica((2,), uneven=True)
-        ).shape[1:],
         "in graph": in_graph(),
         "not distributed": replicas.reduce("MEAN", tf.constant([1.0, 2.0])),
     }
@@ -212,6 +283,20 @@ def test_uneven_batches(on_workers: Any) -> None:
     assert first["metrics"]["number_mae"] == pytest.approx(error, rel=1e-5)
 
 
+@contract(
+    "compat.strategies._build_from_specs",
+    "`fit` and `evaluate` call `_maybe_symbolic_build` with an iterator that"
+    " has a `_distributed_dataset`.",
+)
+@pytest.mark.parametrize("where", ["two", "mirrored"])
+def test_every_row_once(on_workers: Any, where: str) -> None:
+    results = on_workers(where, seen_rows)
+    for name in DATA:
+        for counts in zip(*(result[name] for result in results), strict=True):
+            total = sum(map(collections.Counter, counts), collections.Counter())
+            assert total == collections.Counter(range(ROWS)), name
+
+
 @pytest.mark.parametrize("where", ["two", "mirrored"])
 def test_reduce(on_workers: Any, where: str) -> None:
     for result in on_workers(where, reductions):
@@ -222,14 +307,13 @@ def test_reduce(on_workers: Any, where: str) -> None:
         assert result["scalar, axis"] == 1.5
         assert result["keywords"] == 3
         assert result["uneven, axis"] == pytest.approx(5 / 3)
-        assert result["uneven, shape"].tolist() == [2]
         assert result["in graph"] == {"scalar": 1.5, "vector": 1.5}
         assert result["not distributed"].tolist() == [1, 2]
 
 
 @pytest.mark.slow
 def test_repaired_stock_strategies(on_workers: Any) -> None:
-    """Strings, and a worker without rows, are not supported by their `reduce`.
+    """Strings, and a worker without rows.
 
     In separate clusters: a process can have one such strategy only.
     """
@@ -266,29 +350,6 @@ def test_without_config(monkeypatch: pytest.MonkeyPatch) -> None:
         model = build_two_heads()
     history = model.fit(*structures(5), verbose=0)
     assert np.isfinite(history.history["loss"][0])
-
-
-def test_dtypes_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums for means are in dtypes that TensorFlow sums on GPUs."""
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
-    original, summed = strategy.reduce, set()
-
-    def record(reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        summed.update(
-            x.dtype for x in strategy.experimental_local_results(value)
-        )
-        return original(reduce_op, value, axis=axis)
-
-    monkeypatch.setattr(strategy, "reduce", record)
-    repair(strategy)
-    integers = tf.int32, tf.int64
-    for dtype in (*integers, tf.bfloat16, tf.float16, tf.float32, tf.float64):
-        batch = tf.cast([3, 4], dtype)
-        mean = strategy.reduce("MEAN", batch, axis=None)
-        assert mean.dtype == (tf.float64 if dtype.is_integer else dtype)
-        np.testing.assert_array_equal(tf.cast(mean, tf.float32), [3, 4])
-    assert summed <= {tf.float16, tf.float32, tf.float64}
 
 
 Implementation = tf.distribute.experimental.CommunicationImplementation

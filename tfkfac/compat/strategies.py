@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from tensorflow.python.eager import context
 from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.ops import handle_data_util
 
 from tfkfac.compat.data import copy_generated
 from tfkfac.compat.graphs import Sum, open_graphs
-from tfkfac.compat.overrides import overridden
+from tfkfac.compat.overrides import Below, overridden, override
 
 _StrategyT = TypeVar("_StrategyT", bound=tf.distribute.Strategy)
 
@@ -25,32 +26,22 @@ _MIRRORED = (
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.MirroredStrategy,
 )
-# Dtypes that have a mean over the replicas, and the dtypes of the sums for it:
-# on GPUs, TensorFlow's collectives sum neither int32 nor bfloat16. The mean of
-# integers is float64.
-_SUMMED = {
-    tf.bfloat16: tf.float32,
-    tf.float16: tf.float16,
-    tf.float32: tf.float32,
-    tf.float64: tf.float64,
-    tf.int32: tf.float64,
-    tf.int64: tf.float64,
-}
 
 
 def repair(strategy: _StrategyT) -> _StrategyT:
     """Repair a mirrored strategy for `fit` of Keras 3, and return it.
 
-    No-op for other strategies, and for a repaired strategy. `fit` works with an
-    unrepaired `tf.distribute.MirroredStrategy`, except if the first batch
-    cannot be averaged over replicas (strings, booleans, or different batch
-    sizes).
+    No-op for other strategies, and for a repaired strategy.
 
-    `strategy.reduce` then accepts a nested structure of per-replica values, and
-    ignores the `axis` of scalars. `experimental_distribute_dataset` copies the
-    arrays of Python generators, see `copy_generated`.
+    - `fit` and `evaluate` take the shapes of a batch from the data, see
+      `_build_from_specs`.
+    - `experimental_distribute_dataset` copies the arrays of Python generators,
+      see `copy_generated`.
+    - `reduce` of a `tf.distribute.MultiWorkerMirroredStrategy` accepts a nested
+      structure of per-replica values, and ignores the `axis` of scalars.
     """
     if isinstance(strategy, _MIRRORED) and not is_repaired(strategy):
+        _build_from_specs()
         strategy.reduce = functools.partial(_reduce, strategy, strategy.reduce)
         strategy.experimental_distribute_dataset = functools.partial(
             _distribute_dataset, strategy.experimental_distribute_dataset
@@ -67,6 +58,33 @@ def is_repaired(strategy: tf.distribute.Strategy) -> bool:
     """True if `strategy.reduce` is the `reduce` of this module."""
     method = strategy.reduce
     return isinstance(method, functools.partial) and method.func is _reduce
+
+
+@functools.cache
+def _build_from_specs() -> None:
+    """Build models of repaired strategies from the specs of the data.
+
+    Under a strategy, Keras reads a batch to build the model, in each `fit` and
+    `evaluate`. A generator or `PyDataset(workers=2)` cannot be read again, so
+    the rows of this batch, and of prefetched batches, would be lost.
+
+    This relies on `fit` and `evaluate` calling `_maybe_symbolic_build` with a
+    `TFEpochIterator`, on its `_distributed_dataset`, and on the `_value_specs`
+    of a `PerReplicaSpec`.
+    """
+
+    def build(
+        below: Below, model: Any, iterator: Any = None, data_batch: Any = None
+    ) -> None:
+        if iterator is not None and is_repaired(model.distribute_strategy):
+            data_batch = tf.nest.map_structure(
+                lambda spec: getattr(spec, "_value_specs", [spec])[0],
+                iterator._distributed_dataset.element_spec,
+            )
+            iterator = None
+        below(model, iterator=iterator, data_batch=data_batch)
+
+    override(TensorFlowTrainer, "_maybe_symbolic_build", build)
 
 
 def local_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
@@ -96,30 +114,12 @@ def _reduce(
     value: Any,
     axis: int | None = None,
 ) -> Any:
-    """Reduce a structure of per-replica values, each to a single value.
-
-    Keras calls this function to learn the shapes and dtypes of a batch. Outside
-    of a `tf.function` and without an `axis`, some values have no mean: strings,
-    booleans, small integers, sparse tensors, and shapes that differ between
-    replicas. Their mean is defined as the value of the first local replica.
-    """
+    """Reduce a structure of per-replica values, each to a single value."""
 
     def reduce_leaf(leaf: Any) -> Any:
-        local = strategy.experimental_local_results(leaf)
-        if tf.TensorShape(getattr(local[0], "shape", ())).rank == 0:
-            return original(reduce_op, leaf, axis=None)
-        needs_mean = axis is None and _is_mean(reduce_op)
-        # Eager only: a graph cannot branch on the shapes of other workers.
-        if needs_mean and tf.executing_eagerly():
-            sparse = isinstance(local[0], (tf.SparseTensor, tf.RaggedTensor))
-            if sparse or local[0].dtype not in _SUMMED:
-                return local[0]
-            # A plain tensor has one entry for any number of replicas.
-            if len(local) == len(local_devices(strategy)):
-                if not _have_equal_shapes(strategy, original, local):
-                    return local[0]
-                return _mean(strategy, original, local)
-        return original(reduce_op, leaf, axis=axis)
+        local, *_ = strategy.experimental_local_results(leaf)
+        is_scalar = tf.TensorShape(getattr(local, "shape", ())).rank == 0
+        return original(reduce_op, leaf, axis=None if is_scalar else axis)
 
     return tf.nest.map_structure(reduce_leaf, value)
 
@@ -137,50 +137,6 @@ def _distribute_dataset(
 def _is_mean(reduce_op: tf.distribute.ReduceOp | str) -> bool:
     name = reduce_op if isinstance(reduce_op, str) else reduce_op.value
     return str(name).upper() == tf.distribute.ReduceOp.MEAN.value
-
-
-def _have_equal_shapes(
-    strategy: tf.distribute.Strategy,
-    original: Callable[..., Any],
-    local: Sequence[Any],
-) -> bool:
-    """True if the values of all replicas of all workers have the same shape.
-
-    Two sums decide this several times faster than gathering the shapes.
-    """
-    shapes = [tf.cast(tf.shape(value), tf.float64) for value in local]
-    mean = _total(strategy, original, shapes) / strategy.num_replicas_in_sync
-    differ = [
-        tf.cast(tf.reduce_any(shape != mean), tf.float64) for shape in shapes
-    ]
-    return float(_total(strategy, original, differ)) == 0
-
-
-def _mean(
-    strategy: tf.distribute.Strategy,
-    original: Callable[..., Any],
-    local: Sequence[tf.Tensor],
-) -> tf.Tensor:
-    """Return the mean over all replicas of tensors of equal shapes."""
-    dtype = local[0].dtype
-    total = _total(
-        strategy, original, [tf.cast(value, _SUMMED[dtype]) for value in local]
-    )
-    mean = total / strategy.num_replicas_in_sync
-    return tf.cast(mean, dtype) if dtype.is_floating else mean
-
-
-def _total(
-    strategy: tf.distribute.Strategy,
-    original: Callable[..., Any],
-    local: Sequence[tf.Tensor],
-) -> tf.Tensor:
-    """Return the sum over all replicas, by `reduce` of TensorFlow."""
-    remaining = iter(local)
-    by_replica = strategy.experimental_distribute_values_from_function(
-        lambda context: next(remaining)
-    )
-    return original("SUM", by_replica, axis=None)
 
 
 @contextlib.contextmanager
