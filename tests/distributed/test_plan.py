@@ -172,6 +172,12 @@ class TestGradientWorkers:
         assert gradient_workers(3, 1 - 1 / 3 - 1 / 3) == 1  # 1.0000000000000002
         assert gradient_workers(4, 0.1) == 1
 
+    def test_default(self) -> None:
+        """By hand: the divisor that is nearest to half."""
+        counts = {n: gradient_workers(n, None) for n in range(1, 10)}
+        assert counts == dict(enumerate([1, 1, 1, 2, 1, 3, 1, 4, 3], 1))
+        assert gradient_workers(15, None) == 5
+
     @pytest.mark.parametrize(
         ("workers", "fraction", "message"),
         [

@@ -142,7 +142,7 @@ REQUIRED: dict[tuple[Any, str], dict[str, Any]] = {
 # Arguments of KFAC whose values are in another object, see test_arguments.py.
 ELSEWHERE = {"momentum", "gradient_worker_fraction"}
 # Arguments of which None is replaced by another value.
-CHOSEN = {"step", "learning_rate", "gradient_worker_fraction"}
+CHOSEN = {"step", "learning_rate"}
 
 
 def has_value(owner: Any, item: Any, name: str, value: Any) -> bool:

@@ -169,7 +169,7 @@ def plan_layers(
         workers: Number of workers.
         mode: One of `MODES`.
         fraction: Fraction of the workers that are gradient workers of a layer;
-            with `hybrid_opt` only.
+            with `hybrid_opt` only. Defaults to about half of the workers.
         policy: One of `POLICIES`. Defaults to the mode's policy.
         whole_layers: True to give all factors of a layer the same owner, also
             with `comm_opt`.
@@ -180,7 +180,6 @@ def plan_layers(
     if policy is None:
         policy = settings.policy
     if settings.gradient_workers == "fraction":
-        assert fraction is not None  # checked by `tfkfac.Distribution`
         count = gradient_workers(workers, fraction)
     else:
         count = workers if settings.gradient_workers == "all" else 1
@@ -315,20 +314,24 @@ def assign(
 
 
 # -------------------------------------------------------- gradient workers
-def gradient_workers(workers: int, fraction: float) -> int:
-    """Number of gradient workers of a layer, `max(1, fraction * workers)`."""
+def gradient_workers(workers: int, fraction: float | None) -> int:
+    """Number of gradient workers of a layer, `max(1, fraction * workers)`.
+
+    Without a fraction, return the divisor of `workers` that is nearest to half
+    of them (KAISA, section 5). Above one worker this is the largest divisor
+    that is not above half, so two divisors are never equally near.
+    """
+    divisors = [n for n in range(1, workers + 1) if workers % n == 0]
+    if fraction is None:
+        return min(divisors, key=lambda n: abs(2 * n - workers))
     product = max(1.0, fraction * workers)
     count = round(product)
     if not math.isclose(product, count, rel_tol=1e-6) or workers % count:
+        allowed = ", ".join([f"{n}/{workers}" for n in divisors[:-1]] + ["1"])
         raise ValueError(
             "Argument `gradient_worker_fraction` times the number of workers "
             "must be a whole number that divides the number of workers: one "
-            f"of {_fractions(workers)} with {workers} workers. Received: "
+            f"of {allowed} with {workers} workers. Received: "
             f"gradient_worker_fraction={fraction!r}"
         )
     return count
-
-
-def _fractions(workers: int) -> str:
-    counts = [n for n in range(1, workers + 1) if workers % n == 0]
-    return ", ".join("1" if n == workers else f"{n}/{workers}" for n in counts)

@@ -33,8 +33,6 @@ STEPS = ("natural", "spectral")
 # full problems of the study 0.003 is level: llama 1.458 (0.01: 1.451),
 # transformer 1.485 (1.495), means of two seeds.
 SPECTRAL_REST_RATE = 0.01
-# Default fraction of gradient workers in HYBRID-OPT (KAISA, section 5).
-_HYBRID_FRACTION = 0.5
 # Inner optimizers that rescale each element of the preconditioned gradient.
 _ADAPTIVE = (
     keras.optimizers.Adam,
@@ -77,7 +75,9 @@ class Distribution(Settings):
             other modes all-reduce the factors. Defaults to "comm_opt".
         gradient_worker_fraction: Fraction f of the N workers that are gradient
             workers of a layer, in (0, 1]. `f N` must be an integer that divides
-            N. Defaults to 0.5 with "hybrid_opt"; must be None with other modes.
+            N. With "hybrid_opt", None means half of the workers if N is even,
+            else the largest number below N / 2 that divides N (1 if N = 1), so
+            the same job runs with any N. Must be None with other modes.
         assignment: Cost that is balanced over the owners: "compute" (n^3 for a
             factor of size n) or "memory" (n^2); or "round_robin". None means
             "round_robin" for "dp_kfac" and "compute" for other modes.
@@ -121,10 +121,13 @@ class Distribution(Settings):
             )
 
     def _check_fraction(self, name: str, value: Any) -> float | None:
-        """Check the fraction of gradient workers; replace None by a default."""
-        is_hybrid = self.mode == "hybrid_opt"
+        """Check the fraction of gradient workers.
+
+        None stays None in the config: another number of workers may resume.
+        """
         if value is None:
-            return _HYBRID_FRACTION if is_hybrid else None
+            return None
+        is_hybrid = self.mode == "hybrid_opt"
         if not is_hybrid or not is_number(value) or not 0 < value <= 1:
             raise ValueError(
                 f"Argument `{name}` must be a number in (0, 1] with "
