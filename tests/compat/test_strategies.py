@@ -5,6 +5,7 @@ import ctypes
 import functools
 import itertools
 import signal
+import traceback
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -350,6 +351,39 @@ def test_without_config(monkeypatch: pytest.MonkeyPatch) -> None:
         model = build_two_heads()
     history = model.fit(*structures(5), verbose=0)
     assert np.isfinite(history.history["loss"][0])
+
+
+@contract(
+    "compat.strategies.call_unconverted",
+    "AutoGraph does not convert a function with the mark of"
+    " `autograph_artifact`, but functions that it calls.",
+)
+def test_autograph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`run` and `reduce` are not converted; the function of a replica is."""
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    names: set[str] = set()
+
+    @tf.autograph.experimental.do_not_convert
+    def record(*values: Any, **_: Any) -> Any:
+        names.update(frame.name for frame in traceback.extract_stack())
+        return values[-1]
+
+    monkeypatch.setattr(tf.distribute.Strategy, "reduce", record)
+    strategy = MultiWorkerMirroredStrategy()
+
+    def replica(x: Any) -> Any:
+        record(x)
+        if x < 0:
+            x = -x
+        return x
+
+    @tf.function
+    def step(x: Any) -> Any:
+        return strategy.reduce("SUM", strategy.run(replica, args=(x,)))
+
+    assert step(tf.constant(-2.0)) == 2
+    converted = {name for name in names if name.startswith("tf__")}
+    assert converted == {"tf__step", "tf__replica"}
 
 
 Implementation = tf.distribute.experimental.CommunicationImplementation

@@ -26,7 +26,11 @@ from tfkfac.cluster.stopping import Stopping
 from tfkfac.cluster.waiting import print_line
 from tfkfac.cluster.watch import StallDetector, Watch
 from tfkfac.compat.data import global_seed
-from tfkfac.compat.strategies import keep_handler, repair
+from tfkfac.compat.strategies import (
+    call_unconverted,
+    keep_handler,
+    repair,
+)
 
 Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 Options: TypeAlias = tf.distribute.experimental.CommunicationOptions
@@ -154,6 +158,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             channel.start(self.watch, self.stopping, self.stall_detector)
 
     @override
+    @call_unconverted
     def run(
         self,
         fn: Callable[..., Any],

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from tensorflow.python.autograph.impl import api
 from tensorflow.python.eager import context
 from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.ops import handle_data_util
@@ -20,12 +21,23 @@ from tfkfac.compat.graphs import Sum, open_graphs
 from tfkfac.compat.overrides import Below, overridden, override
 
 _StrategyT = TypeVar("_StrategyT", bound=tf.distribute.Strategy)
+_FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
 _ALL_REDUCE = "all_reduce"
 _MIRRORED = (
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.MirroredStrategy,
 )
+
+
+def call_unconverted(function: _FunctionT) -> _FunctionT:
+    """Decorator: AutoGraph calls the function as it calls TensorFlow's own.
+
+    `do_not_convert` would also exclude the functions of the user that the
+    function calls. This relies on `autograph_artifact`.
+    """
+    marked: _FunctionT = api.autograph_artifact(function)
+    return marked
 
 
 def repair(strategy: _StrategyT) -> _StrategyT:
@@ -107,6 +119,7 @@ def uses_ring(strategy: tf.distribute.Strategy) -> bool:
     return bool(options.implementation == ring)
 
 
+@call_unconverted
 def _reduce(
     strategy: tf.distribute.Strategy,
     original: Callable[..., Any],
