@@ -1,6 +1,10 @@
 """Failures of other workers, aborted collectives, and stalls."""
 
+import functools
+import os
+import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +13,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 
+from tests.compat.contracts import contract
 from tests.support.cluster import run
 from tests.support.strategies import local_ranks, strategy
 from tfkfac.cluster import watch as module
@@ -108,6 +114,28 @@ def test_the_end_of_a_process_aborts_collectives(
     assert cause.startswith("worker 2 at host2:3 ")
 
 
+def test_the_first_event_is_the_cause(clock: Clock) -> None:
+    """Worker 2 ends because of worker 1, whose `fit` is not reached here."""
+    clock.watch.on_message(1, failed(1))
+    clock.watch.on_message(2, PEER_EXITED)
+    (cause,) = clock.after(3.1)
+    assert cause.startswith("worker 1 at host1:2 has failed")
+
+
+def test_a_silent_worker_is_the_cause(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an own loop, and on a worker that waits in no collective."""
+    monkeypatch.setattr(module, "silent_workers", lambda error: [1, 2])
+    clock.watch.report_failure(COLLECTIVE_ERROR)
+    assert clock.channel.sent == [{"silent": [1, 2]}]
+    clock.watch.on_message(1, *clock.channel.sent)
+    clock.watch.on_message(1, PEER_LOST)
+    (cause,) = clock.after(3.1)
+    names = "worker 1 at host1:2 and worker 2 at host2:3"
+    assert cause.startswith(f"{names} stopped answering")
+
+
 def test_an_error_of_this_worker_is_broadcast(clock: Clock) -> None:
     error = tf.errors.InvalidArgumentError(
         None,
@@ -192,6 +220,48 @@ def test_two_processes() -> None:
     assert error_type == "WorkerFailedError"
     assert text.startswith("worker 1 at 127.0.0.1:")
     assert text.endswith(f"failed: OSError: {others[1]}")
+
+
+class Freeze(keras.callbacks.Callback):
+    """Suspend this process for 7 s, as a debugger or a full memory does."""
+
+    def on_test_batch_end(self, batch: int, logs: object = None) -> None:
+        if batch == 3:
+            script = f"sleep 7; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", script])
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def freeze(frozen: list[int]) -> str:
+    """Return the error of `evaluate`, with a heartbeat timeout of 2 s."""
+    tensorflow = context.context()
+    tensorflow.configure_coordination_service = functools.partial(
+        tensorflow.configure_coordination_service, heartbeat_timeout_in_ms=2000
+    )
+    with strategy().scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    callbacks = [Freeze()] if local_ranks()[0] in frozen else []
+    x = np.ones((400, 3), "float32")
+    with pytest.raises(WorkerFailedError) as error:
+        model.evaluate(
+            x, x[:, :1], batch_size=4, verbose=0, callbacks=callbacks
+        )
+    return str(error.value)
+
+
+@contract(
+    "compat.strategies.silent_workers",
+    "The error of a collective names the tasks without heartbeats.",
+)
+@pytest.mark.parametrize(("workers", "frozen"), [(2, [0]), (4, [1, 3])])
+def test_all_workers_name_suspended_workers(
+    workers: int, frozen: list[int]
+) -> None:
+    for text in run(freeze, frozen, workers=workers):
+        names = re.findall(r"worker (\d) at 127.0.0.1:\d+", text)
+        assert names and {int(name) for name in names} <= set(frozen), text
+        assert "stopped answering" in text
 
 
 # ------------------------------------------------------------------- stall

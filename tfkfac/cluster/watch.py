@@ -34,7 +34,11 @@ from tfkfac.cluster.channel import (
 )
 from tfkfac.cluster.config import Cluster
 from tfkfac.cluster.waiting import print_line
-from tfkfac.compat.strategies import abort_collectives, local_devices
+from tfkfac.compat.strategies import (
+    abort_collectives,
+    local_devices,
+    silent_workers,
+)
 
 # Time for this worker to raise the same error by itself, for example for wrong
 # arguments, and for the cause of a failed collective to arrive.
@@ -116,8 +120,10 @@ class Watch(Listener):
     def report_failure(
         self, error: BaseException, fit: int | None = None
     ) -> None:
-        """Broadcast an error of this worker, unless another one caused it."""
-        if not isinstance(error, WorkerFailedError):
+        """Broadcast an error of this worker, or the workers that caused it."""
+        if workers := silent_workers(error):
+            self._channel.broadcast({"silent": workers})
+        elif not isinstance(error, WorkerFailedError):
             self._channel.broadcast({"failed": describe(error), "fit": fit})
 
     def _excepthook(
@@ -139,7 +145,20 @@ class Watch(Listener):
                 lambda: self._cause or self._peer_events, _GRACE_PERIOD_S
             )
             texts = (event.text for event in self._peer_events)
-            return self._cause or next(texts, None)
+            if cause := self._cause or next(texts, None):
+                return cause
+        if not (workers := silent_workers(error)):
+            return None
+        self.report_failure(error)  # to workers that wait in no collective
+        return self._silence_of(workers)
+
+    def _silence_of(self, workers: Sequence[int]) -> str:
+        """Return the text of an event: workers that do not answer."""
+        names = " and ".join(map(self._cluster.name, workers))
+        return (
+            f"{names} stopped answering: the process is suspended, or its "
+            "machine or the network is down."
+        )
 
     # ---------------------------------------------- failures of other workers
     @override
@@ -147,18 +166,20 @@ class Watch(Listener):
         fit = message.get("fit")
         if sender == self._channel.index or type(fit) not in (int, NoneType):
             return
+        name, now = self._cluster.name(sender), time.monotonic()
         if "failed" in message:
-            text = f"has failed: {message['failed']}"
+            text = f"{name} has failed: {message['failed']}"
+        elif "silent" in message:
+            text = self._silence_of(message["silent"])
         elif message == PEER_LOST:
             text = (
-                "is gone without a word: it was killed, or its machine or the "
-                "network is down."
+                f"{name} is gone without a word: it was killed, or its machine "
+                "or the network is down."
             )
         elif message == PEER_EXITED:
-            text = "has ended."
+            text = f"{name} has ended."
         else:
             return
-        text, now = f"{self._cluster.name(sender)} {text}", time.monotonic()
         is_fault, is_loss = message != PEER_EXITED, message == PEER_LOST
         with self._changed:
             event = _PeerEvent(text, fit, is_fault, is_loss, now)
@@ -177,7 +198,8 @@ class Watch(Listener):
             due_event = next((e for e in events if self._is_due(e)), None)
             if due_event is None:
                 return
-            self._cause = due_event.text
+            # A later event may be a consequence of the first one.
+            self._cause = events[0].text
             if due_event.is_loss and not self.has_started:
                 self._terminate_at = time.monotonic() + _GRACE_PERIOD_S
         if due_event.is_fault:

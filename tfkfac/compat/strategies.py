@@ -24,6 +24,11 @@ _StrategyT = TypeVar("_StrategyT", bound=tf.distribute.Strategy)
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
 _ALL_REDUCE = "all_reduce"
+# In a message of the coordination service: the tasks that do not answer.
+_SILENT_TASKS = re.compile(
+    r"stopped sending heartbeats\):(.*)The tasks have crashed", re.DOTALL
+)
+_TASK = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)")
 _MIRRORED = (
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.MirroredStrategy,
@@ -187,6 +192,24 @@ def abort_collectives(message: str) -> None:
     thread may call this function. This relies on `abort_collective_ops`.
     """
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+
+
+def silent_workers(error: BaseException) -> list[int]:
+    """Return the workers that do not answer, by the message of a collective.
+
+    This relies on the messages of TensorFlow's coordination service, which the
+    first worker runs, and on `coordinated_job_list`. A worker whose heartbeat
+    times out does not reach the first worker.
+    """
+    text = str(error)
+    if (match := _SILENT_TASKS.search(text)) is not None:
+        jobs = context.context().coordination_service.coordinated_job_list
+        tasks = [
+            (job.name, str(i)) for job in jobs for i in range(job.num_tasks)
+        ]
+        return sorted(tasks.index(task) for task in _TASK.findall(match[1]))
+    is_timeout = isinstance(error, tf.errors.DeadlineExceededError)
+    return [0] if is_timeout and "CoordinationService/Heartbeat" in text else []
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ FAULTS: Mapping[str, Fault] = {
     "kill first": Fault("kill -9 of worker 0", GONE.format(0), (-9, 1)),
     "stop": Fault(
         "SIGSTOP for ever",
-        "StartAbort UNAVAILABLE: .*task:1.*stopped sending heartbeats",
+        SAYS.format(1) + "stopped answering",
         (1, -9),
         hanging=1,
     ),
