@@ -24,6 +24,7 @@ import math
 import os
 import pathlib
 import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -187,7 +188,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog=NAME,
-        usage="%(prog)s [-h] [--restarts K] [--min-workers M] N -- COMMAND "
+        usage="%(prog)s [-h] N [--restarts K] [--min-workers M] -- COMMAND "
         "[ARGUMENT ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -195,18 +196,27 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("workers", metavar="N", type=int)
     parser.add_argument("--restarts", metavar="K", type=int, default=0)
     parser.add_argument("--min-workers", metavar="M", type=int)
-    parser.add_argument("command", metavar="COMMAND", nargs=argparse.REMAINDER)
-    options = parser.parse_args(arguments)
-    if options.command[:1] == ["--"]:
-        del options.command[0]
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    end = words.index("--") if "--" in words else len(words)
+    command = words[end + 1 :]
+    if not command and not {"-h", "--help"} & {*words}:
+        parser.error(
+            "`-- COMMAND` must follow the number of workers and the options; "
+            f"received {shlex.join(words)}"
+        )
+    options = parser.parse_args(words[:end])
+    options.command = command
+    minimum = options.min_workers
     if options.workers < 1:
         parser.error(f"N must be at least 1; received {options.workers}")
-    if not options.command:
-        parser.error("a command must follow the number of workers")
-    if not 1 <= (options.min_workers or 1) <= options.workers:
+    if options.restarts < 0:
+        parser.error(
+            f"--restarts must be at least 0; received {options.restarts}"
+        )
+    if minimum is not None and not 1 <= minimum <= options.workers:
         parser.error(
             f"--min-workers must be between 1 and {options.workers}; received "
-            f"{options.min_workers}"
+            f"{minimum}"
         )
     return options
 

@@ -156,7 +156,15 @@ def test_reader_that_leaves() -> None:
     "arguments,code,message",
     [
         (["0", "--", "ls"], 2, "N must be at least 1; received 0"),
-        (["2"], 2, "a command must follow"),
+        (["2"], 2, "`-- COMMAND` must follow"),
+        (["2", "--"], 2, "`-- COMMAND` must follow"),
+        (["2", "ls", "-l"], 2, "must follow the number of workers and the "),
+        (["--min-workers", "1", "--", "ls"], 2, "required: N"),
+        (["two", "--", "ls"], 2, "argument N: invalid int value: 'two'"),
+        (["2", "--min-workers", "3", "--", "ls"], 2, "must be between 1 and 2"),
+        (["2", "--min-workers", "0", "--", "ls"], 2, "must be between 1 and 2"),
+        (["2", "--restarts", "-1", "--", "ls"], 2, "--restarts must be at lea"),
+        (["2", "--verbose", "--", "ls"], 2, "unrecognized arguments: --verbose"),
         (["2", "--", "no-such"], 127, "error: cannot run 'no-such': No such"),
     ],
 )
@@ -167,6 +175,20 @@ def test_bad_arguments(arguments: list[str], code: int, message: str) -> None:
         text=True,
     )
     assert done.returncode == code and message in done.stderr
+
+
+def test_options_on_both_sides_of_the_number() -> None:
+    """All words after the first `--` are of the command."""
+    words = ["--restarts", "1", "2", "--min-workers", "1", "--"]
+    code = "import sys; print(sys.argv[1:])"
+    python = [sys.executable, "-c", code, "--", "--min-workers", "9"]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *words, *python],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert lines_of(done.stdout, 1) == ["['--', '--min-workers', '9']"]
 
 
 def test_restarts() -> None:
