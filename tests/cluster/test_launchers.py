@@ -45,6 +45,13 @@ ALL = {
 }
 
 
+# In allocations of schedulers, as their manuals print the variables.
+IN_SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[07-09,12],cpu1"}
+IN_PBS = {"PBS_JOBID": "1843[2].pbs01", "PBS_NODEFILE": "pbs.txt"}
+IN_LSF = {"LSB_JOBID": "531", "LSB_JOBINDEX": "0"}
+NODES = "c12n03.cluster.org\nc12n03.cluster.org\nc12n04.cluster.org\n"
+
+
 def unknown(first: str, index: int) -> Cluster:
     return Cluster((first, "", ""), index)
 
@@ -137,9 +144,96 @@ def test_train_job_of_kubeflow() -> None:
     assert cluster == Cluster(("digits-node-0-0.digits:29400", ""), 1)
 
 
+@pytest.mark.parametrize("launcher", [OPEN_MPI, MPICH])
+@pytest.mark.parametrize(
+    ("allocation", "first"),
+    [
+        (IN_SLURM, "gpu07"),
+        (IN_PBS, "c12n03.cluster.org"),
+        (IN_LSF | {"LSB_MCPU_HOSTS": "hostA 2 hostB 4"}, "hostA"),
+        (IN_LSF | {"LSB_HOSTS": "hostB hostB hostA"}, "hostB"),
+        (IN_LSF | {"LSB_DJOB_HOSTFILE": "pbs.txt"}, "c12n03.cluster.org"),
+    ],
+)
+def test_mpirun_in_an_allocation(
+    launcher: dict[str, str],
+    allocation: dict[str, str],
+    first: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Worker 0 is on its first host, at a port of the job."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pbs.txt").write_text(NODES)
+    ports = set()
+    for identity in ({}, {"PBS_JOBID": "2"}, {"PBS_JOBID": "1843[3].pbs01"}):
+        environment = launcher | allocation | identity
+        cluster, _ = find_cluster(environment, {})
+        assert cluster is not None
+        host, _, port = cluster.addresses[0].rpartition(":")
+        assert (host, cluster.addresses[1:]) == (first, ("", ""))
+        ports.add(int(port))
+    assert len(ports) == 3 and 61_000 < min(ports) <= max(ports) < 2**16
+
+
+@pytest.mark.parametrize(
+    ("environment", "refused"),
+    [
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "4"}, "FLUX_JOB_SIZE=4"),
+        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, "HOROVOD_SIZE=2"),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, "WORLD_SIZE=4"),
+        ({"JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "2"}, "JAX_NUM_PRO"),
+        # Kubeflow's runtimes, without torchrun.
+        ({"PET_NNODES": "2", "JOB_COMPLETION_INDEX": "1"}, "PET_NNODES=2"),
+        ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4"),
+        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"}, "PET_NPROC_PER_N"),
+        ({"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE=2"),
+        ({"MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE=2"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE=2"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2"),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK=1"),
+        ({"ALPS_APP_PE": "3"}, "ALPS_APP_PE=3"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_PROCID=1"),
+        # horovodrun in the shell of `srun --pty bash`.
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0",
+                  "HOROVOD_SIZE": "4"}, "HOROVOD_SIZE=4"),
+        # Single processes, and scripts in an allocation of several.
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"}, ""),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ""),
+        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}, ""),
+        ({"PMIX_RANK": "0"}, ""),
+        (BATCH | {"SLURM_NPROCS": "3", "SLURM_JOB_NUM_NODES": "3"}, ""),
+        (IN_PBS | {"PBS_NP": "8", "PBS_NUM_NODES": "2", "NCPUS": "4"}, ""),
+        (IN_LSF | {"LSB_DJOB_NUMPROC": "6", "LSB_HOSTS": "a a b"}, ""),
+        # torchrun of one process in each of four tasks of srun.
+        (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "PMI_SIZE": "4",
+                     "PMI_RANK": "1", "PMIX_RANK": "1"}, ""),
+        # A launcher or settings of the user have the cluster.
+        (SLURM | {"HOROVOD_SIZE": "4"}, ""),
+        ({"FLUX_JOB_SIZE": "4", f"{KERAS}NUM_PROCESSES": "1"}, ""),
+    ],
+)  # fmt: skip
+def test_launchers_without_a_cluster(
+    environment: dict[str, str], refused: str
+) -> None:
+    if not refused:
+        find_cluster(environment, {})
+        return
+    name = refused.partition("=")[0]
+    message = f"variable `{name}.*TF_CONFIG.*`process_id`.*{refused}"
+    with pytest.raises(ValueError, match=message):
+        find_cluster(environment, {})
+    assert find_cluster(environment, {"num_processes": 1})[0] is None
+    assert find_cluster(environment, WHOLE)[0] == unknown("first:1", 2)
+
+
 @pytest.mark.parametrize(
     ("environment", "given", "message"),
     [
+        (OPEN_MPI | {"JSM_NAMESPACE_SIZE": "3", "LSB_HOSTS": "launch a b c"},
+         {}, "`coordinator` must be given"),
+        # On another host than the first one of an allocation of PBS.
+        (OPEN_MPI | IN_PBS, {}, "`coordinator` must be given"),
         (OPEN_MPI, {}, f"`coordinator` must be given.*`{ADDRESS}`.*_RANK=2"),
         ({}, {"coordinator": "a:1"}, "`num_processes` must be given"),
         ({}, {"num_processes": 2}, "`process_id` must be given"),
@@ -160,7 +254,7 @@ def test_train_job_of_kubeflow() -> None:
         (ALL, {"num_processes": 4}, "be one address, or 4 different"),
         (ALL | {ADDRESS: "a:1,a:1,b:1"}, {}, "one address, or 3 different"),
     ],
-)
+)  # fmt: skip
 def test_missing_or_malformed_settings(
     environment: dict[str, str], given: dict[str, Any], message: str
 ) -> None:

@@ -3,12 +3,16 @@
 A cluster needs three settings: the address of worker 0, the number of workers,
 and the index of this worker. `rendezvous.py` finds all other addresses. The
 user must give each setting that the launcher does not provide, as an argument
-or in Keras' variables.
+or in Keras' variables. A process without settings trains alone, unless a
+variable of another launcher says that there are several processes.
 """
 
+import contextlib
 import json
+import pathlib
 import re
 import socket
+import zlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -25,9 +29,9 @@ KERAS = {
     "num_processes": "KERAS_DISTRIBUTION_NUM_PROCESSES",
     "process_id": "KERAS_DISTRIBUTION_PROCESS_ID",
 }
-# Default port of worker 0, and first port for Slurm's jobs. Both are above
-# Linux' range of ephemeral ports, 32768 to 60999.
-_PORT, _SLURM_PORT = 61_000, 61_001
+# Default port of worker 0, and first port for jobs of a scheduler. Both are
+# above Linux' range of ephemeral ports, 32768 to 60999.
+_PORT, _FIRST_JOB_PORT = 61_000, 61_001
 _HAS_PORT = re.compile(r":[^\]]*$")
 
 
@@ -122,7 +126,31 @@ class Torchrun(Launcher):
         return "" if run_id == "none" else super().job()
 
 
-class OpenMPI(Launcher):
+class MPI(Launcher):
+    """An mpirun, perhaps in an allocation of Slurm, PBS or LSF."""
+
+    allocation = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX")
+    host_variables = ("LSB_MCPU_HOSTS", "LSB_HOSTS")
+    host_files = ("LSB_DJOB_HOSTFILE", "PBS_NODEFILE")
+
+    @override
+    def coordinator(self) -> str | None:
+        """Return the first host of the allocation, and a port of the job."""
+        get = self.environment.get
+        if "JSM_NAMESPACE_SIZE" in self.environment:
+            return None  # jsrun starts no worker on the first host
+        hosts = [first_node(get("SLURM_JOB_NODELIST", ""))]
+        hosts += " ".join(get(x, "") for x in self.host_variables).split()
+        for name in self.host_files:
+            # PBS has the file on the first host only.
+            with contextlib.suppress(OSError):
+                hosts += pathlib.Path(get(name, "")).read_text().split()
+        job = "".join(get(name, "") for name in self.allocation)
+        port = _port(zlib.crc32(job.encode())) if job else _PORT
+        return next((f"{host}:{port}" for host in hosts if host), None)
+
+
+class OpenMPI(MPI):
     """Open MPI's mpirun."""
 
     name = "Open MPI"
@@ -196,18 +224,20 @@ class Slurm(Launcher):
         )
         if not (_is_number(job) and _is_number(step)):
             return None
-        step_hash = 13 * int(job) + int(step)
-        port = _SLURM_PORT + step_hash % (2**16 - _SLURM_PORT)
-        return f"{first_node(nodes)}:{port}"
+        return f"{first_node(nodes)}:{_port(int(job), int(step))}"
 
 
-class MPICH(Launcher):
+def _port(job: int, step: int = 0) -> int:
+    """Return the port of worker 0 of a scheduler's job and step."""
+    return _FIRST_JOB_PORT + (13 * job + step) % (2**16 - _FIRST_JOB_PORT)
+
+
+class MPICH(MPI):
     """MPICH's mpirun and others with the Process Management Interface."""
 
     name = "MPICH"
     size_variable, index_variable = "PMI_SIZE", "PMI_RANK"
-    # MPICH has no job id. Use the id of the scheduler's allocation.
-    identity = ("SLURM_JOB_ID", "PBS_JOBID")
+    identity = MPI.allocation  # MPICH has no job id of its own
 
 
 class Kubernetes(Launcher):
@@ -232,6 +262,25 @@ class Kubernetes(Launcher):
 # first: torchrun may run in a Slurm step.
 LAUNCHERS = (Torchrun, SageMaker, OpenMPI, Slurm, MPICH, Kubernetes)
 
+# Numbers of processes that other launchers set. Numbers of an allocation, such
+# as `SLURM_NTASKS`, are not among them: its script is a single process.
+_OTHER_SIZES = (
+    "AWS_BATCH_JOB_NUM_NODES",
+    "DMLC_NUM_WORKER",
+    "FLUX_JOB_SIZE",
+    "HOROVOD_SIZE",
+    "JAX_NUM_PROCESSES",
+    "JSM_NAMESPACE_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "MVP_COMM_WORLD_SIZE",
+    "PADDLE_TRAINERS_NUM",
+    "PALS_LOCAL_SIZE",
+    "PET_NNODES",
+    "PET_NPROC_PER_NODE",
+)
+# Indices of processes whose launcher sets no number of processes.
+_OTHER_INDICES = ("ALPS_APP_PE", "PALS_RANKID", "PMIX_RANK", "SLURM_PROCID")
+
 
 def find_cluster(
     environment: Environment, arguments: Mapping[str, Any]
@@ -254,12 +303,44 @@ def find_cluster(
             sources.append(str(source))
             job = source.job()
     origin = " and ".join(sources)
+    cluster = None
     if origin == str(launcher) and "num_processes" not in settings:
-        return None, f"{origin} without {keras.size_variable}"
-    if not sources:
+        origin = f"{origin} without {keras.size_variable}"
+    elif sources:
+        cluster = _make_cluster(settings, origin, job)
+    else:
         is_batch = Slurm.other_variables[1] in environment
-        return None, "Slurm without srun" if is_batch else "no launcher"
-    return _make_cluster(settings, origin, job), origin
+        origin = "Slurm without srun" if is_batch else "no launcher"
+    if cluster is None and not arguments and not keras.is_active():
+        _refuse_other_launchers(environment, launcher)
+    return cluster, origin
+
+
+def _refuse_other_launchers(
+    environment: Environment, launcher: Launcher | None
+) -> None:
+    """Raise an error if this process is not the only one of its launcher.
+
+    `launcher` is the active launcher, by which there is one process.
+    """
+    minima = dict.fromkeys(_OTHER_SIZES, 1)
+    # An outer launcher may have set variables of the second table.
+    if launcher is None or not launcher.size_variable:
+        minima |= dict.fromkeys((x.size_variable for x in LAUNCHERS), 1)
+        minima |= dict.fromkeys(_OTHER_INDICES, 0)
+    for name, minimum in minima.items():
+        value = environment.get(name, "")
+        # torchrun's number of nodes may be a range, "1:4".
+        number = value.rpartition(":")[2]
+        if _is_number(number) and int(number) > minimum:
+            raise ValueError(
+                f"Environment variable `{name}` says that this process is one "
+                "of several, but its launcher does not provide the cluster, so "
+                "each process would train alone. Set `TF_CONFIG`, or pass "
+                "`coordinator`, `num_processes` and `process_id` to the "
+                "strategy; `num_processes=1` trains alone. Received: "
+                f"{name}={value}"
+            )
 
 
 def _make_cluster(
