@@ -116,8 +116,9 @@ MALFORMED = [
 
 
 def test_malformed_greetings_are_dropped_and_reported(
-    addresses: Any, capsys: Any
+    addresses: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(coordinator, "_MAX_PRINTED", len(MALFORMED))
     with waiting_worker_0(addresses):
         for text in MALFORMED:
             with contextlib.suppress(OSError):  # an endless line
@@ -146,6 +147,19 @@ def dripping(peers: Sequence[socket.socket]) -> Iterator[None]:
     threading.Thread(target=drip).start()
     yield
     done.set()
+
+
+def test_strangers_print_twenty_lines_and_a_count(
+    addresses: Any, capsys: Any
+) -> None:
+    """Also of strangers that end the connection after a valid greeting."""
+    with waiting_worker_0(addresses):
+        for text in [b"x", encode(make_greeting())] * 25:
+            with connect(addresses) as sock:
+                sock.sendall(text + b"\n")
+    lines = lines_until(capsys, "worker 0 has dropped", 21)
+    assert len(lines) == 21
+    assert lines[-1].endswith(" connections; the first 20 are printed.")
 
 
 def test_slow_connections_do_not_delay_the_start(addresses: Any) -> None:

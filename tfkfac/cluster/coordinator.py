@@ -41,6 +41,7 @@ from tfkfac.cluster.waiting import (
 # Above this number worker 0 drops the oldest connection; a worker whose
 # connection is dropped connects again.
 _MAX_PENDING = 256
+_MAX_PRINTED = 20  # lines on dropped connections that were not admitted
 # Maximum size of a greeting: fixed bytes, plus bytes for each address.
 _GREETING_BYTES, _ADDRESS_BYTES = 2**16, 300
 _HEARTBEAT_INTERVAL_S = 1.0  # between two messages "missing" to a worker
@@ -127,6 +128,7 @@ class _Coordinator:
         self._admitted: dict[int, _Peer] = {}
         self._pending: dict[_Peer, None] = {}  # oldest first
         self._next_heartbeat = 0.0
+        self._num_dropped = 0  # connections that were not admitted
         size = len(cluster.addresses)
         self._max_greeting_bytes = _GREETING_BYTES + _ADDRESS_BYTES * size
         self.addresses = list(cluster.addresses)
@@ -160,6 +162,11 @@ class _Coordinator:
         """Close all connections that `release` has not returned."""
         for peer in (*self._admitted.values(), *self._pending):
             peer.connection.close()
+        if self._num_dropped > _MAX_PRINTED:
+            print_line(
+                f"worker 0 has dropped {self._num_dropped} connections; the "
+                f"first {_MAX_PRINTED} are printed."
+            )
 
     def accept(self, server: Any) -> None:
         """Accept one connection; drop the oldest if there are too many."""
@@ -233,8 +240,14 @@ class _Coordinator:
         )
 
     def _drop(self, peer: _Peer, reason: str) -> None:
-        """Close a connection and print the reason."""
+        """Close a connection; print the reason, of a stranger up to 20 times.
+
+        The reasons of workers with a valid greeting are also in the timeout
+        error.
+        """
         self._pending.pop(peer, None)
+        self._num_dropped += not peer.is_admitted
+        is_printed = peer.is_admitted or self._num_dropped <= _MAX_PRINTED
         name = "a connection"
         if peer.greeting is not None:
             name = f"worker {peer.greeting.worker}"
@@ -246,7 +259,8 @@ class _Coordinator:
         description = f"{name} from {peer.host} port {peer.port}: {reason}"
         if peer.session is not None:
             self._wait.record(description)
-        print_line(f"worker 0 has dropped {description}")
+        if is_printed:
+            print_line(f"worker 0 has dropped {description}")
 
     def _handle_handshake(self, peer: _Peer, message: Message) -> None:
         """Answer a peer that is not admitted; raise a ValueError to drop it."""
