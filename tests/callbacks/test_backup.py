@@ -64,7 +64,9 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(
+    tmp_path: Path, capsys: Any
+) -> None:
     """Bit for bit, with curvature, slots and random layers."""
     whole = network()
     fit(whole, 4)
@@ -72,8 +74,12 @@ def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path: Path) -> None:
         fit(network(), 4, ChiefBackup(tmp_path), StopBefore(3))
     assert names(tmp_path) == [f"epoch-00000{i}.weights.h5" for i in (2, 3)]
     again = network()
+    capsys.readouterr()
     history = fit(again, 4, ChiefBackup(tmp_path, delete_checkpoint=False))
     assert history.epoch == [3]
+    file = tmp_path / "epoch-000003.weights.h5"
+    line = f"tfkfac: resumed from '{file}' after epoch 3\n"
+    assert capsys.readouterr().err.count(line) == 1
     assert_same(everything(again), everything(whole))
     # Another `fit` of the same model begins at its `initial_epoch`.
     assert fit(again, 2).epoch == [0, 1]
@@ -163,7 +169,8 @@ def test_a_damaged_backup(
     DAMAGES[damage](copied / NEWEST)
     assert first_epoch(trained, copied) == 1
     errors = capsys.readouterr().err
-    assert f"'{copied / NEWEST}'" in errors and BEFORE not in errors
+    assert f"'{copied / NEWEST}'" in errors and errors.count(BEFORE) == 1
+    assert f"resumed from '{copied / BEFORE}'" in errors
     # With both backups damaged:
     DAMAGES["middle"](copied / BEFORE)
     with pytest.raises(ValueError, match="backup that is whole") as error:
@@ -237,13 +244,105 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert first.read_bytes() == before
 
 
-def test_other_models_and_optimizers_are_refused(tmp_path: Path) -> None:
+def test_unsuitable_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="with an optimizer of tfkfac"):
         fit(network("sgd"), 1, ChiefBackup(tmp_path))
+    unbuilt = keras.Sequential([layers.Dense(CLASSES)])
+    unbuilt.compile(tfkfac.KFAC(), loss())
+    with pytest.raises(ValueError, match="with a built model"):
+        fit(unbuilt, 1, ChiefBackup(tmp_path))
+
+
+def job(
+    optimizer: Any = None, units: int = 5, loss: Any = loss, **compiled: Any
+) -> Any:
+    """A model with layers and an optimizer of Keras' default names."""
+    twice = layers.Lambda(lambda x: 2 * x)
+    hidden = sequential(layers.Dense(units, activation="tanh"))
+    model = sequential(hidden, twice, layers.Dense(CLASSES))
+    optimizer = optimizer or tfkfac.KFAC(sgd())
+    model.compile(optimizer, loss(), run_eagerly=True, **compiled)
+    return model
+
+
+def sgd(rate: Any = 0.1, **options: Any) -> Any:
+    return keras.optimizers.SGD(rate, **options)
+
+
+def decay(steps: int) -> Any:
+    return keras.optimizers.schedules.PolynomialDecay(0.1, steps)
+
+
+def scaled(optimizer: Any) -> Any:
+    return keras.optimizers.LossScaleOptimizer(optimizer)
+
+
+def interrupted(model: Any, directory: Path) -> Path:
+    """Return the directory of a job that ends after one epoch of two."""
     with pytest.raises(KeyboardInterrupt):
-        fit(network(), 2, ChiefBackup(tmp_path), StopBefore(1))
-    with pytest.raises(ValueError, match="Skipping variable loading"):
-        fit(network(tfkfac.KFAC("sgd")), 2, ChiefBackup(tmp_path))
+        fit(model, 2, ChiefBackup(directory), StopBefore(1))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def backup_of_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return interrupted(job(), tmp_path_factory.mktemp("job"))
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (lambda: job(tfkfac.KFAC(sgd(), damping=0.3)),
+         "argument damping: 0.01 in the backup, 0.3 here"),
+        (lambda: job(tfkfac.KFAC(sgd(), damping=decay(9))),
+         "argument damping: 0.01 in the backup, 'PolynomialDecay' here"),
+        (lambda: job(tfkfac.KFAC(sgd(momentum=0.5))),
+         "inner optimizer's momentum: 0.0 in the backup, 0.5 here"),
+        (lambda: job(tfkfac.KFAC("adam")),
+         "inner optimizer: 'SGD' in the backup, 'Adam' here"),
+        (lambda: job(tfkfac.FOSI(sgd())),
+         "optimizer: 'KFAC' in the backup, 'FOSI' here"),
+        (lambda: job(units=6),
+         "shapes of the weights: .*'dense', units: 5 in the backup, 6 here"),
+        (lambda: job(loss=lambda: "mse"),
+         "loss: .*SparseCategoricalCrossentropy.* in the backup, 'mse' here"),
+    ],
+)  # fmt: skip
+def test_a_backup_of_another_job_is_refused(
+    other: Any, difference: str, backup_of_job: Path
+) -> None:
+    """The file stays as it is."""
+    (file,) = backup_of_job.iterdir()
+    before = file.read_bytes()
+    match = f"{file}' is of another model or optimizer: .*{difference}"
+    with pytest.raises(ValueError, match=match):
+        fit(other(), 2, ChiefBackup(backup_of_job))
+    assert [*backup_of_job.iterdir()] == [file] and file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        (None, lambda: job(tfkfac.KFAC(sgd(0.01), name="second"))),
+        (None, lambda: job(tfkfac.KFAC(sgd(), solver="eigen"),
+                           metrics=["accuracy"])),
+        (None, lambda: job(tfkfac.KFAC(sgd(), distribution="mem_opt"))),
+        (lambda: job(tfkfac.KFAC(sgd(decay(9)), damping=decay(9))),
+         lambda: job(tfkfac.KFAC(sgd(decay(12)), damping=decay(12)))),
+        (lambda: job(scaled(tfkfac.KFAC(sgd()))),
+         lambda: job(scaled(tfkfac.KFAC(sgd())))),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Optimizer 'kfac' does not use a section")
+def test_a_backup_of_the_same_job(
+    first: Any, other: Any, backup_of_job: Path, tmp_path: Path
+) -> None:
+    """Names, rates, lengths of schedules, solver and mode may differ."""
+    if first is None:
+        shutil.copytree(backup_of_job, tmp_path, dirs_exist_ok=True)
+    else:
+        interrupted(first(), tmp_path)
+    assert fit(other(), 2, ChiefBackup(tmp_path)).epoch == [1]
 
 
 class Terminate(keras.callbacks.Callback):
@@ -281,6 +380,7 @@ def test_sigterm_backs_up_and_exits(tmp_path: Path, capsys: Any) -> None:
         assert signal.getsignal(signal.SIGTERM) is before
     again = network()
     assert fit(again, 2, ChiefBackup(tmp_path)).epoch == [1]
+    assert f"{newest}' after batch 2 of epoch 2\n" in capsys.readouterr().err
     assert_same(everything(again), everything(whole))
     assert names(tmp_path) == []
 

@@ -212,6 +212,10 @@ def backup(case: Training, directory: str) -> None:
         with open(f"{local}/{kept[-1]}", "r+b") as file:
             file.seek(2000)
             file.write(b"damaged")
+    options = {**case.options, "damping": 0.3}
+    other = build(dataclasses.replace(case, options=options))
+    with pytest.raises(ValueError, match=r"damping: .* in the backup"):
+        train(other, case, 0, END, ChiefBackup(killed))
     resumed, want = build(case), everything(whole)
     for folder, begin in (killed, STOP), (local, STOP - 1):
         callback = ChiefBackup(folder)

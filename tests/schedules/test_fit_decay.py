@@ -1,6 +1,7 @@
 """`FitDecay`: rates over `fit`, resumed runs, rates set during training."""
 
 import contextlib
+import re
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -324,6 +325,22 @@ def test_chief_backup_in_an_epoch_goes_on(tmp_path: Any) -> None:
         fit(compiled(), backup(tmp_path), rates, callback, epochs=3)
     got = fit(compiled(), backup(tmp_path), epochs=3)
     assert got[-5:] == want[-5:]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_backup_of_fewer_epochs_begins_again(
+    interrupted: bool, tmp_path: Any, capsys: Any
+) -> None:
+    """At the peak, with a line that says so."""
+    crash = Rates(fail_after=STEPS) if interrupted else Rates()
+    backup = tfkfac.callbacks.ChiefBackup(tmp_path, delete_checkpoint=False)
+    with contextlib.suppress(RuntimeError):
+        fit(compiled(), backup, crash)
+    assert "begins again" not in capsys.readouterr().err
+    rates = fit(compiled(), backup, epochs=4)
+    assert rates == pytest.approx(linear(STEPS * (3 if interrupted else 2)))
+    line = "begins again at its peak: .* of a `fit` of 2 epochs, not 4."
+    assert re.search(line, capsys.readouterr().err)
 
 
 # ------------------------------------------------ rates set during training

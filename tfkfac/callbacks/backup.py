@@ -1,12 +1,13 @@
 """Backup and restoration of a training job on one or several workers."""
 
 import contextlib
+import json
 import pathlib
 import re
 import signal
-import sys
 import threading
 import warnings
+import zlib
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
@@ -23,8 +24,9 @@ from tfkfac.callbacks.files import (
     verify_checksum,
 )
 from tfkfac.cluster.stopping import Stopping
+from tfkfac.cluster.waiting import print_line
 from tfkfac.compat.models import set_first_epoch, skip_batches
-from tfkfac.distributed.agreement import exchange
+from tfkfac.distributed.agreement import exchange, find_differences, first_of
 from tfkfac.saving.entries import FORMAT, format_fault
 from tfkfac.shell.optimizer import SecondOrderOptimizer, find_optimizer
 
@@ -33,7 +35,28 @@ _SUFFIX = ".weights.h5"
 _NAME = re.compile(r"epoch-(\d+)(?:_batch-(\d+))?\.weights\.h5")
 _MISSING = "is not there"  # fault of a backup that this worker cannot see
 _POSITION_GROUP = "chief_backup"
+_SETTINGS = "settings"  # dataset of the group with compressed JSON
 _NUM_KEPT_BACKUPS = 2
+# Entries of an optimizer's description that may differ from a backup: results
+# of other entries, settings without effect on the training, and those for
+# which saved state is converted.
+_MAY_DIFFER = {
+    "TensorFlow and Keras",
+    "argument accelerator_fraction",
+    "argument distribution",
+    "argument gradient_worker_fraction",
+    "argument layout",
+    "argument max_skipped_steps",
+    "argument solver",
+    "collectives",
+    "inner optimizer's learning_rate",
+    "jit_compile",
+    "layers",
+    "layers without curvature",
+    "learning rate set in training",
+    "metrics",
+    "rest optimizer's learning_rate",
+}
 
 
 def get_optimizer(callback: keras.callbacks.Callback) -> SecondOrderOptimizer:
@@ -75,6 +98,12 @@ class ChiefBackup(
     checksum of its content. If a backup is damaged on any worker, all workers
     ignore it, print its name on stderr, and load the backup before it.
 
+    A backup contains the settings of the model and the optimizer. Training
+    with others is refused, except for the learning rate, the lengths of
+    schedules, the distribution over workers and the solver. To go on with
+    other settings, load the file by `model.load_weights` and use a new
+    directory. The data is not compared.
+
     >>> backup = tfkfac.callbacks.ChiefBackup("backups/run-1")
     >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
     >>> model.fit(dataset, epochs=10, callbacks=[backup])
@@ -86,10 +115,11 @@ class ChiefBackup(
             normally. Defaults to True.
 
     Raises:
-        ValueError: In `fit`, if the model has no optimizer of this package, if
-            the workers do not see the same backups, if a backup is in a format
-            of another version of tfkfac, or if there are backups and all of
-            them are damaged.
+        ValueError: In `fit`, if the model has no optimizer of this package or
+            is not built, if the workers do not see the same backups, if a
+            backup is of another model or optimizer or in a format of another
+            version of tfkfac, or if there are backups and all of them are
+            damaged.
     """
 
     save_freq = "epoch"
@@ -106,6 +136,7 @@ class ChiefBackup(
         self._sigterm_received = False
         self._epoch = self.num_skipped = self._num_done = 0
         self._damaged: set[str] = set()  # names of damaged backups
+        self._settings: dict[str, Any] = {}
 
     def __exit__(self, *error: Any) -> None:
         """Restore the signal handler after `fit`, also after an error."""
@@ -119,8 +150,15 @@ class ChiefBackup(
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         optimizer = get_optimizer(self)
+        if not self.model.built:
+            raise ValueError(
+                "`ChiefBackup` must be used with a built model, into which it "
+                "can load a backup: call the model on a batch before `fit`. "
+                f"Received: model '{self.model.name}', not built"
+            )
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
+        self._settings = _settings_of(optimizer)
         if self._is_chief:
             self._delete_partial_files()
         backup = self._find_newest_valid()
@@ -148,7 +186,8 @@ class ChiefBackup(
         for name in reversed(names):
             path = self.directory / name
             # Check on all workers, whose directories may be on different disks.
-            checks = self._exchange(_check_backup(path), "backup")
+            check = _check_backup(path, self._settings)
+            checks = self._exchange(check, "backup")
             checksum = checks[0].get("checksum")
             unaware = [
                 i
@@ -163,13 +202,9 @@ class ChiefBackup(
                     f"'{name}' of worker 0. Received: "
                     f"directory='{self.directory}'"
                 )
-            formats = [x["format"] for x in checks if "format" in x]
-            if formats:
-                raise ValueError(
-                    f"The backup '{path}' {format_fault(formats[0])}. Go on "
-                    "with the version of tfkfac that wrote it, or delete it "
-                    "to go on from the one before."
-                )
+            refusals = [x["refusal"] for x in checks if "refusal" in x]
+            if refusals:
+                raise ValueError(f"The backup '{path}' {refusals[0]}")
             damaged = [
                 f"{check['fault']} (on worker {i})" if i else check["fault"]
                 for i, check in enumerate(checks)
@@ -179,11 +214,7 @@ class ChiefBackup(
                 self._damaged = set(faults)
                 return path
             faults[name] = f"'{name}' {damaged[0]}"
-            print(
-                f"tfkfac: The backup '{path}' {damaged[0]}. It is left out.",
-                file=sys.stderr,
-                flush=True,
-            )
+            print_line(f"The backup '{path}' {damaged[0]}. It is left out.")
         if faults:
             raise ValueError(
                 "Argument `directory` of `ChiefBackup` must have a backup that "
@@ -203,6 +234,10 @@ class ChiefBackup(
             position = file[_POSITION_GROUP].attrs
             self._epoch = int(position["epoch"])
             self.num_skipped = int(position["batch"])
+        place = f"epoch {self._epoch}"
+        if self.num_skipped:
+            place = f"batch {self.num_skipped} of epoch {self._epoch + 1}"
+        print_line(f"resumed from '{path}' after {place}")
         set_first_epoch(self.model, self._epoch)
         self._context.callback(skip_batches(self.model, self.num_skipped))
 
@@ -234,6 +269,8 @@ class ChiefBackup(
                 group.attrs["epoch"] = epoch
                 group.attrs["batch"] = batch
                 group.attrs["format"] = FORMAT
+                text = zlib.compress(json.dumps(self._settings).encode())
+                group[_SETTINGS] = np.frombuffer(text, np.uint8)
             append_checksum(temporary)
 
         try:
@@ -297,11 +334,9 @@ class ChiefBackup(
         # Let all workers wait until worker 0 has written the backup.
         chief, *_ = self._exchange({"saved": is_saved}, "leave")
         outcome = "is backed up" if chief["saved"] else "ends, not backed up,"
-        print(
-            f"tfkfac: SIGTERM: training {outcome} after batch {batch} of epoch "
-            f"{self._epoch + 1}.",
-            file=sys.stderr,
-            flush=True,
+        print_line(
+            f"SIGTERM: training {outcome} after batch {batch} of epoch "
+            f"{self._epoch + 1}."
         )
         raise SystemExit(EXIT_CODE)
 
@@ -355,8 +390,30 @@ def _parse_name(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
-def _check_backup(path: pathlib.Path) -> dict[str, str]:
-    """Return a "checksum", the "format" of another version, or a "fault"."""
+def _settings_of(optimizer: SecondOrderOptimizer) -> dict[str, Any]:
+    """Return the settings that must be equal to those of a backup.
+
+    For an argument that is an object, for example a schedule, this is its
+    class: the length of a schedule may depend on `epochs`.
+    """
+    settings = {
+        name: value.get("class")
+        if name.startswith("argument ") and isinstance(value, dict)
+        else value
+        for name, value in optimizer.description().items()
+        if name not in _MAY_DIFFER
+    }
+    copy: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    return copy
+
+
+def _check_backup(
+    path: pathlib.Path, settings: dict[str, Any]
+) -> dict[str, str]:
+    """Return a "checksum", a "fault", or the reason of a "refusal".
+
+    A backup of another version or with other `settings` is refused.
+    """
     try:
         checksum = verify_checksum(path)
     except FileNotFoundError:
@@ -370,10 +427,24 @@ def _check_backup(path: pathlib.Path) -> dict[str, str]:
             position = file[_POSITION_GROUP].attrs
             version = position.get("format", "unknown")
             if not np.array_equal(version, FORMAT):
-                return {"format": str(version)}
+                advice = (
+                    "Go on with the version of tfkfac that wrote it, or delete "
+                    "it to go on from the one before."
+                )
+                return {"refusal": f"{format_fault(version)}. {advice}"}
             stored = int(position["epoch"]), int(position["batch"])
+            text = zlib.decompress(file[_POSITION_GROUP][_SETTINGS][:])
     except (OSError, KeyError, TypeError, ValueError) as error:
         return {"fault": f"cannot be read: {error}"}
     if stored != _parse_name(path.name):
         return {"fault": "is of epoch {} and batch {} inside".format(*stored)}
+    sources = "in the backup", "here"
+    if differences := find_differences([json.loads(text), settings], sources):
+        advice = (
+            "Use a directory for each job. Delete the backups to train from "
+            "the beginning, or load this one by `model.load_weights` to go on "
+            "with other settings in a new directory."
+        )
+        reason = f"is of another model or optimizer: {first_of(differences)}"
+        return {"refusal": f"{reason}. {advice}"}
     return {"checksum": checksum}

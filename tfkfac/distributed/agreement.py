@@ -52,14 +52,21 @@ def exchange(
     ]
 
 
-def find_differences(descriptions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """List the entries that differ between descriptions, as text."""
+def find_differences(
+    descriptions: Sequence[Mapping[str, Any]],
+    sources: Sequence[str] | None = None,
+) -> list[str]:
+    """List the entries that differ between descriptions, as text.
+
+    `sources` says where each description is from, by default on a worker.
+    """
+    sources = sources or [f"on worker {i}" for i in range(len(descriptions))]
     names = dict.fromkeys(name for d in descriptions for name in d)
     differences = []
     for name in names:
         values = [d.get(name) for d in descriptions]
         if any(value != values[0] for value in values):
-            differences.append(f"{name}: {_describe(values)}")
+            differences.append(f"{name}: {_describe(values, sources)}")
     return differences
 
 
@@ -70,10 +77,10 @@ def first_of(differences: Sequence[str]) -> str:
     return "; ".join([*differences[:_MAX_SHOWN], *more])
 
 
-def _describe(values: Sequence[Any]) -> str:
-    """Format the values of all workers; omit list entries that all have."""
+def _describe(values: Sequence[Any], sources: Sequence[str]) -> str:
+    """Format the values of all sources; omit list entries that all have."""
     if not all(isinstance(value, list) for value in values):
-        return _by_worker(values)
+        return _by_source(values, sources)
     lists: Sequence[list[Any]] = values
     uncommon = [
         [entry for entry in local if any(entry not in x for x in lists)]
@@ -81,8 +88,9 @@ def _describe(values: Sequence[Any]) -> str:
     ]
     if not any(uncommon):
         return "in another order"
-    return _by_worker(uncommon)
+    return _by_source(uncommon, sources)
 
 
-def _by_worker(values: Sequence[Any]) -> str:
-    return ", ".join(f"{v!r} on worker {i}" for i, v in enumerate(values))
+def _by_source(values: Sequence[Any], sources: Sequence[str]) -> str:
+    pairs = zip(values, sources, strict=True)
+    return ", ".join(f"{value!r} {source}" for value, source in pairs)

@@ -111,7 +111,8 @@ def _settings(layer: keras.layers.Layer) -> Iterator[tuple[str, Any]]:
     yield "class", type(layer).__name__
     if isinstance(config, dict):
         # Skip layers in the config of a model: `describe_model` lists them.
-        skipped = {"class", "layers", "dtype"}
+        # Keras' counters are in the names of its inputs and outputs.
+        skipped = {"class", "layers", "input_layers", "output_layers", "dtype"}
         yield from ((k, v) for k, v in config.items() if k not in skipped)
     yield "dtype policy", layer.dtype_policy.name
     yield "trainable", layer.trainable
@@ -128,6 +129,8 @@ def plain(value: Any) -> Any:
         number = value.item() if isinstance(value, np.generic) else value
         return number if math.isfinite(number) else str(number)
     if isinstance(value, Mapping):
+        if value.get("class_name") == "__lambda__":
+            return "<lambda>"  # its code contains the path of the source
         items = ((k, v) for k, v in value.items() if k not in _IGNORED)
         return {str(k): plain(v) for k, v in items}
     if isinstance(value, (list, tuple)):

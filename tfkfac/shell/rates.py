@@ -68,6 +68,13 @@ class ScheduledOptimizer(KerasOptimizer):
         self.plan.set_rate.assign(-1.0)
         self.bind_schedules()
 
+    @property
+    def has_decay(self) -> bool:
+        """True if a learning rate is a `FitDecay` that no set rate ends."""
+        is_set = float(self.plan.set_rate.numpy()) >= 0  # of the first one
+        optimizers = self._optimizers[1:] if is_set else self._optimizers
+        return any(isinstance(rate_of(x), FitDecay) for x in optimizers)
+
     def bind_schedules(self) -> None:
         """Replace each `FitDecay` by a copy that follows this optimizer's plan.
 

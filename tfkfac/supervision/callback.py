@@ -1,13 +1,13 @@
 """Callback that supervises each `fit` with an optimizer of tfkfac."""
 
 import collections
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 from typing_extensions import override
 
+from tfkfac.cluster.waiting import print_line
 from tfkfac.cluster.watch import StallDetector, find_detector
 from tfkfac.compat.models import first_epoch
 from tfkfac.distributed.agreement import exchange
@@ -132,8 +132,7 @@ class Supervision(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         if self._events:
             counts = "; ".join(f"{x}: {n}" for x, n in self._events.items())
-            name = self._optimizer.name
-            print(f"tfkfac: {name} in this fit: {counts}", file=sys.stderr)
+            print_line(f"{self._optimizer.name} in this fit: {counts}")
 
     def _exchange_frequencies(self) -> None:
         """Collect `save_freq` of the callbacks of all workers."""
@@ -164,6 +163,16 @@ class Supervision(keras.callbacks.Callback):
         plan, now = self._optimizer.plan, self._optimizer.num_updates
         is_loaded = epoch > 0 or plan.end != self._previous_end
         is_resumed = is_loaded and plan.is_of(epochs)
+        saved_epochs = int(plan.epochs.numpy())
+        if (
+            is_loaded
+            and saved_epochs not in (0, epochs)
+            and self._optimizer.has_decay
+        ):
+            print_line(
+                "the learning rate begins again at its peak: the loaded state "
+                f"is of a `fit` of {saved_epochs} epochs, not {epochs}."
+            )
         skips = any(getattr(x, "num_skipped", 0) for x in self._callbacks)
         plan.in_fit.assign(1)
         if is_resumed and plan.continues(epoch, steps or 0, skips):
