@@ -288,7 +288,7 @@ def test_uneven_batches(on_workers: Any) -> None:
 
 
 @contract(
-    "compat.strategies._build_from_specs",
+    "compat.strategies.build_from_specs",
     "`fit` and `evaluate` call `_maybe_symbolic_build` with an iterator that"
     " has a `_distributed_dataset`.",
 )

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from tensorflow.python.autograph.impl import api
 from tensorflow.python.eager import context
 from tensorflow.python.framework import auto_control_deps
@@ -18,7 +17,7 @@ from tensorflow.python.ops import handle_data_util
 
 from tfkfac.compat.data import copy_generated
 from tfkfac.compat.graphs import Sum, open_graphs
-from tfkfac.compat.overrides import Below, overridden, override
+from tfkfac.compat.overrides import Below, Override, overridden, override
 
 _StrategyT = TypeVar("_StrategyT", bound=tf.distribute.Strategy)
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
@@ -50,15 +49,14 @@ def repair(strategy: _StrategyT) -> _StrategyT:
 
     No-op for other strategies, and for a repaired strategy.
 
-    - `fit` and `evaluate` take the shapes of a batch from the data, see
-      `_build_from_specs`.
+    - `fit` and `evaluate` of models that are compiled later take the shapes of
+      a batch from the data, see `build_from_specs`.
     - `experimental_distribute_dataset` copies the arrays of Python generators,
       see `copy_generated`.
     - `reduce` of a `tf.distribute.MultiWorkerMirroredStrategy` accepts a nested
       structure of per-replica values, and ignores the `axis` of scalars.
     """
     if isinstance(strategy, _MIRRORED) and not is_repaired(strategy):
-        _build_from_specs()
         strategy.reduce = functools.partial(_reduce, strategy, strategy.reduce)
         strategy.experimental_distribute_dataset = functools.partial(
             _distribute_dataset, strategy.experimental_distribute_dataset
@@ -77,9 +75,8 @@ def is_repaired(strategy: tf.distribute.Strategy) -> bool:
     return isinstance(method, functools.partial) and method.func is _reduce
 
 
-@functools.cache
-def _build_from_specs() -> None:
-    """Build models of repaired strategies from the specs of the data.
+def build_from_specs(model: Any) -> list[Override]:
+    """Build a model of a repaired strategy from the specs of its data.
 
     Under a strategy, Keras reads a batch to build the model, in each `fit` and
     `evaluate`. A generator or `PyDataset(workers=2)` cannot be read again, so
@@ -89,19 +86,20 @@ def _build_from_specs() -> None:
     `TFEpochIterator`, on its `_distributed_dataset`, and on the `_value_specs`
     of a `PerReplicaSpec`.
     """
+    if not is_repaired(model.distribute_strategy):
+        return []
 
     def build(
-        below: Below, model: Any, iterator: Any = None, data_batch: Any = None
-    ) -> None:
-        if iterator is not None and is_repaired(model.distribute_strategy):
+        below: Below, iterator: Any = None, data_batch: Any = None
+    ) -> Any:
+        if iterator is not None:
             data_batch = tf.nest.map_structure(
                 lambda spec: getattr(spec, "_value_specs", [spec])[0],
                 iterator._distributed_dataset.element_spec,
             )
-            iterator = None
-        below(model, iterator=iterator, data_batch=data_batch)
+        below(data_batch=data_batch)
 
-    override(TensorFlowTrainer, "_maybe_symbolic_build", build)
+    return [override(model, "_maybe_symbolic_build", build)]
 
 
 def local_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:

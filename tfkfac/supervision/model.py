@@ -37,6 +37,7 @@ from tfkfac.compat.overrides import (
     keep_on,
     override,
 )
+from tfkfac.compat.strategies import build_from_specs
 from tfkfac.shell.loss_scale import undo_overflows
 from tfkfac.shell.optimizer import SecondOrderOptimizer, find_optimizer
 from tfkfac.supervision.callback import Supervision
@@ -87,7 +88,7 @@ def _after_compile(model: keras.Model) -> None:
         previous.close()
     _bind(model)
     optimizer = find_optimizer(getattr(model, "optimizer", None))
-    overrides = _supervise(model, optimizer)
+    overrides = _supervise(model, optimizer) + build_from_specs(model)
     if optimizer is not None:
         overrides += _carry_state(model, optimizer)
         if optimizer.use_ema:
