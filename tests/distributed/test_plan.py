@@ -152,16 +152,6 @@ class TestAssign:
         assert sorted(assign([3, 2], 8, "compute")) == [0, 1]
         assert assign([], 2, "compute") == ()
 
-    def test_every_group_is_balanced(self) -> None:
-        """By hand; without groups, the two tasks of cost 9 would be split."""
-        costs, groups = [9, 8, 5, 4, 4, 1], [0, 1, 0, 1, 0, 1]
-        assert assign(costs, 2, "compute", groups) == (0, 1, 1, 0, 1, 0)
-        # Group 0: 9 | 5 + 4, group 1: 4 + 1 | 8.
-        assert assign(costs, 2, "compute") == (0, 1, 1, 0, 0, 1)
-        # Memory is balanced over all groups.
-        memory = assign(costs, 2, "memory")
-        assert assign(costs, 2, "memory", groups) == memory
-
 
 class TestGradientWorkers:
     def test_counts(self) -> None:

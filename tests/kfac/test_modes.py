@@ -207,7 +207,6 @@ def train(case: Training) -> Result:
         "collectives": collectives(graph),
         "decompositions": count_ops(graph, ("Cholesky", "SelfAdjointEigV2")),
         "placed": (placed.mode, placed.gradient_worker_fraction),
-        "groups": placement.schedule_groups,
         "traces": len(graphs),
     }
 
@@ -257,13 +256,7 @@ def defined(name: str, result: Result) -> list[Any]:
 def plan_of(name: str, result: Result) -> tuple[LayerPlan, ...]:
     shapes = [shapes for _, shapes in result["shapes"]]
     assignment = CASES[name].options.get("assignment")
-    return plan_layers(
-        shapes,
-        replicas_of(name),
-        *result["placed"],
-        assignment,
-        groups=result["groups"],
-    )
+    return plan_layers(shapes, replicas_of(name), *result["placed"], assignment)
 
 
 @pytest.mark.parametrize("name", with_slow(CASES, *SLOW))

@@ -313,9 +313,11 @@ def least_likely_labels() -> Any:
 
 PATCHES: dict[str, Callable[[], Any]] = {
     "least likely labels": least_likely_labels,
-    # Small decompositions are scheduled in groups, too.
-    "groups": lambda: mock.patch.multiple(
-        placement, _MIN_OPERATIONS=1, _SLACK=1
+    # Two schedule groups, for any number of workers.
+    "groups": lambda: mock.patch.object(
+        placement,
+        "assign_groups",
+        lambda layers, _: tuple(i % 2 for i in range(len(layers))),
     ),
     # A message for each tensor.
     "small buckets": lambda: mock.patch.object(collectives, "BUCKET_BYTES", 1),

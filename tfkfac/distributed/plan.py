@@ -155,7 +155,6 @@ def plan_layers(
     fraction: float | None = None,
     policy: str | None = None,
     whole_layers: bool = False,
-    groups: Sequence[int] | None = None,
 ) -> tuple[LayerPlan, ...]:
     """Plan the owners, gradient workers and receivers of every layer.
 
@@ -173,8 +172,6 @@ def plan_layers(
         policy: One of `POLICIES`. Defaults to the mode's policy.
         whole_layers: True to give all factors of a layer the same owner, also
             with `comm_opt`.
-        groups: Schedule group of each layer: layers of a group are decomposed
-            in the same step.
     """
     settings = MODES[mode]
     if policy is None:
@@ -188,9 +185,9 @@ def plan_layers(
         for layer in shapes
     ]
     if settings.reduces_factors and count == workers and not whole_layers:
-        owners = _assign_factors(work, workers, policy, groups)
+        owners = _assign_factors(work, workers, policy)
     else:
-        owners = _assign_layers(work, workers, policy, groups)
+        owners = _assign_layers(work, workers, policy)
     # Share one tuple among the layers of a column, to save memory.
     width = workers // count
     columns = {
@@ -215,7 +212,6 @@ def _assign_layers(
     work: Sequence[Mapping[str, int]],
     workers: int,
     policy: str,
-    groups: Sequence[int] | None,
 ) -> _Owners:
     """Assign all factors of a layer to the same worker.
 
@@ -231,7 +227,7 @@ def _assign_layers(
             counts[len(layer)] += 1
     else:
         costs = [sum(w.values()) for w in work]
-        owners = [*assign(costs, workers, policy, groups)]
+        owners = [*assign(costs, workers, policy)]
     return [
         (worker, dict.fromkeys(layer, worker))
         for worker, layer in zip(owners, work, strict=True)
@@ -242,14 +238,10 @@ def _assign_factors(
     work: Sequence[Mapping[str, int]],
     workers: int,
     policy: str,
-    groups: Sequence[int] | None,
 ) -> _Owners:
     """Assign single factors; the grid has one column with all workers."""
     costs = [c for w in work for c in w.values()]
-    if groups is not None:
-        pairs = zip(groups, work, strict=True)
-        groups = [group for group, layer in pairs for _ in layer]
-    owners = iter(assign(costs, workers, policy, groups))
+    owners = iter(assign(costs, workers, policy))
     return [(0, {name: next(owners) for name in layer}) for layer in work]
 
 
@@ -279,36 +271,22 @@ def cost(shape: Work | Sequence[int], policy: str) -> int:
     return elements if policy == "memory" else operations
 
 
-def assign(
-    costs: Sequence[int],
-    workers: int,
-    policy: str,
-    groups: Sequence[int] | None = None,
-) -> tuple[int, ...]:
+def assign(costs: Sequence[int], workers: int, policy: str) -> tuple[int, ...]:
     """Assign tasks to workers and return the worker of every task.
 
     "compute" and "memory" assign the most expensive remaining task to the
     worker with the least load (longest processing time first). The makespan is
     at most `4/3 - 1/(3 workers)` times the optimum. Ties are broken by the
     order of the tasks and the rank of the workers. "round_robin" ignores costs.
-
-    All workers wait for each other after each schedule group of tasks, so
-    "compute" balances every group, and breaks ties by the total load.
     """
     if policy == "round_robin":
         return tuple(task % workers for task in range(len(costs)))
-    if groups is None or policy == "memory":
-        groups = [0] * len(costs)
     # Skip later workers: ties prefer low ranks, so they would get no task.
-    used = range(min(workers, len(costs)))
-    loads = {group: [0] * len(used) for group in groups}
-    totals = [0] * len(used)
+    loads = [0] * min(workers, len(costs))
     assignment = [0] * len(costs)
     for task in sorted(range(len(costs)), key=lambda t: (-costs[t], t)):
-        load = loads[groups[task]]
-        worker = min(used, key=lambda w: (load[w], totals[w]))
-        load[worker] += costs[task]
-        totals[worker] += costs[task]
+        worker = min(range(len(loads)), key=loads.__getitem__)
+        loads[worker] += costs[task]
         assignment[task] = worker
     return tuple(assignment)
 

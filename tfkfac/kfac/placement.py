@@ -12,7 +12,14 @@ import tensorflow as tf
 from tfkfac.blocks import Block
 from tfkfac.blocks.registry import Registry
 from tfkfac.distributed.collectives import all_reduce_bytes, sum_dtype
-from tfkfac.distributed.plan import MODES, Plan, assign, plan_layers
+from tfkfac.distributed.plan import (
+    MODES,
+    LayerPlan,
+    Plan,
+    Shapes,
+    cost,
+    plan_layers,
+)
 from tfkfac.distributed.topology import Topology
 from tfkfac.factors.base import Wire
 from tfkfac.kfac.exchange import Exchange
@@ -146,9 +153,6 @@ class Placement:
         self.solver = solver
         self.distribution = distribution
         factors = [block.factors for block in registry.blocks]
-        self.schedule_groups = assign_groups(
-            [sum(f.operations for f in specs.values()) for specs in factors]
-        )
         self.plan = Plan(
             MODES[distribution.mode],
             topology.replicas,
@@ -159,9 +163,9 @@ class Placement:
                 distribution.gradient_worker_fraction,
                 distribution.assignment,
                 solver.whole_layers,
-                self.schedule_groups,
             ),
         )
+        self.schedule_groups = assign_groups(self.plan.layers, factors)
         dtype = distribution.wire_dtype
         self.wire = Wire(
             distribution.symmetric,
@@ -247,6 +251,9 @@ _MAX_GROUPS = 4
 _MIN_OPERATIONS = 2 * 10**8
 # Limit on the operations of a group, relative to the largest block.
 _SLACK = 1.5
+# Fraction of a block's operations by which it may lengthen a group for free:
+# blocks of nearly equal size, such as 4,096 and 4,097 rows, share a group.
+_TOLERANCE = 0.1
 
 
 def steps_between(
@@ -261,27 +268,55 @@ def steps_between(
     return tf.where(clock < first, early, late)
 
 
-def assign_groups(operations: Sequence[int]) -> tuple[int, ...]:
+def assign_groups(
+    layers: Sequence[LayerPlan], shapes: Sequence[Shapes]
+) -> tuple[int, ...]:
     """Divide blocks into groups, to spread inverse updates over steps.
 
-    Use the fewest groups whose operations stay within 1.5 times the largest
-    block; a small model has one group. The result depends only on the blocks:
-    the steps of a job must not depend on its number of workers.
+    The workers wait for each other in each step, so a group takes as long as
+    its busiest worker. Use the fewest groups whose busiest workers stay within
+    1.5 times the largest block; a small model has one group.
     """
-    limit = _SLACK * max([_MIN_OPERATIONS, *operations])
-    count, groups = 1, (0,) * len(operations)
-    while count < _MAX_GROUPS and _largest_group(operations, groups) > limit:
-        count += 1
-        groups = assign(operations, count, "compute")
+    work: list[Counter[int]] = [Counter() for _ in layers]
+    for by_worker, layer, factors in zip(work, layers, shapes, strict=True):
+        for name, factor in factors.items():
+            by_worker[layer.owners[name]] += cost(factor, "compute")
+    largest = max((max(w.values()) for w in work), default=0)
+    for count in range(1, _MAX_GROUPS + 1):
+        groups, longest = _divide(work, count)
+        if longest <= _SLACK * max(_MIN_OPERATIONS, largest):
+            break
     return groups
 
 
-def _largest_group(operations: Sequence[int], groups: Sequence[int]) -> int:
-    """Number of operations of the largest group."""
-    sums: Counter[int] = Counter()
-    for count, group in zip(operations, groups, strict=True):
-        sums[group] += count
-    return max(sums.values(), default=0)
+def _divide(
+    work: Sequence[Mapping[int, int]], count: int
+) -> tuple[tuple[int, ...], int]:
+    """Divide blocks into `count` groups; return also the longest group.
+
+    `work` are the operations of each block by worker; the length of a group is
+    the sum of its busiest worker. Starting with the largest block, choose a
+    group that a block does not lengthen, else the group that is then the
+    shortest. For one worker this is longest processing time first.
+    """
+    sums: list[Counter[int]] = [Counter() for _ in range(count)]
+    lengths = [0] * count
+    groups = [0] * len(work)
+    sizes = [max(by_worker.values()) for by_worker in work]
+    for block in sorted(range(len(work)), key=lambda b: (-sizes[b], b)):
+        lengthened = [
+            max(length, *(sums_[w] + n for w, n in work[block].items()))
+            for length, sums_ in zip(lengths, sums, strict=True)
+        ]
+        limits = [length + _TOLERANCE * sizes[block] for length in lengths]
+        group = min(
+            range(count),
+            key=lambda g: (lengthened[g] > limits[g], lengthened[g]),
+        )
+        groups[block] = group
+        sums[group].update(work[block])
+        lengths[group] = lengthened[group]
+    return tuple(groups), max(lengths)
 
 
 def find_due_groups(

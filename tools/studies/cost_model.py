@@ -23,7 +23,7 @@ from tfkfac.distributed.collectives import BUCKET_BYTES, gradient_bytes
 from tfkfac.distributed.plan import MODES, Plan, plan_layers
 from tfkfac.factors import Diagonal
 from tfkfac.factors.base import Wire
-from tfkfac.kfac.placement import BlockCost, Loads, Numbers
+from tfkfac.kfac.placement import BlockCost, Loads, Numbers, assign_groups
 from tfkfac.solvers import Solver
 from tfkfac.solvers.base import most_rows
 from tfkfac.solvers.registry import make_solver
@@ -322,13 +322,11 @@ class Workload:
     """A model and its settings, to be distributed.
 
     Attributes:
-        groups: The schedule group of each block.
         gradients: Bytes of all gradients of the model.
         batch: The work for a batch of one worker.
     """
 
     blocks: Sequence[Block]
-    groups: Sequence[int]
     gradients: int
     batch: Batch
     wire: Wire = dataclasses.field(default_factory=Wire)
@@ -347,7 +345,6 @@ def compare(
     placement = optimizer.method.placement
     load = Workload(
         placement.blocks,
-        placement.schedule_groups,
         gradient_bytes(model.trainable_variables),
         Batch.of(
             Network(model, batch),
@@ -408,7 +405,6 @@ def compare_plans(
             candidate.fraction,
             load.assignment,
             solver.whole_layers,
-            load.groups,
         )
         plan = Plan(MODES[candidate.distribution], workers, layers)
         costs_of_solver = costs[candidate.solver]
@@ -433,13 +429,18 @@ class Estimator(Loads):
         self._costs = costs
         self._machine = machine
         self._solver = solver
+        self._groups = assign_groups(
+            plan.layers, [block.factors for block in load.blocks]
+        )
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Return the cost of the plan of a candidate."""
         received = self.received(self._costs, self._load.gradients)
         state = self.state(self._costs)
         state["total"] = state["factors"] + state["decompositions"]
-        groups = [self._group(g) for g in sorted({*self._load.groups})]
+        groups = [
+            self._group(g) for g in range(max(self._groups, default=0) + 1)
+        ]
         statistics = sum(cost.statistics for cost in self._costs)
         stages = {
             "first_order": self._first_order(),
@@ -492,7 +493,7 @@ class Estimator(Loads):
 
     def _group(self, group: int) -> tuple[float, float]:
         """Return seconds of the decompositions and messages of a group."""
-        is_due = [other == group for other in self._load.groups]
+        is_due = [other == group for other in self._groups]
         machine, solver = self._machine, self._solver
         # n^3 per second for a decomposition of size n
         rate = machine.inverse if solver.is_explicit else machine.eigen

@@ -114,7 +114,6 @@ class PaperNetwork:
         self.num_weights = weights // 4
         self._load = Workload(
             blocks,
-            optimizer.method.placement.schedule_groups,
             weights,
             batch,
             assignment="round_robin",
