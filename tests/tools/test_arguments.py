@@ -25,8 +25,10 @@ REFUSED: list[tuple[Callable[[list[str]], Any], str, str]] = [
     *(
         (plan.main, words, message)
         for words, message in (
-            ("", "either MODEL or --papers"),
+            ("", "either MODEL, --model or --papers"),
             ("ResNet50 --papers", "either MODEL"),
+            ("ResNet50 --max-factor-dim 0", "must be a whole number above 0"),
+            (f"--model plan:no_model {CLUSTER}", "no attribute 'no_model'"),
             ("ResNet50", "--flops is needed"),
             ("ResNet50 --flops 1T --workers 2", "--bandwidth is"),
             ("ResNet50 --flops lots", "received 'lots'"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import keras
@@ -54,11 +55,41 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{20 * 20 * 2 * 466 / 4:.3g} operations of orthogon" in text
 
 
+def test_own_model(
+    tmp_path: Any, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three equal layers on two workers: six factors, or three layers."""
+    (tmp_path / "own.py").write_text(
+        "from keras import Input, Sequential, layers\n"
+        "def make():\n"
+        "    dense = [layers.Dense(300, use_bias=False) for _ in range(3)]\n"
+        "    return Sequential([Input((300,)), *dense])\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = ["--model", "own:make", *CLUSTER, "--workers", "2"]
+    for limit, elements in (("none", 6 * 300**2), ("100", 6 * 300 * 64)):
+        plan.main([*words, "--max-factor-dim", limit])
+        text = capsys.readouterr().out
+        assert f"3 blocks: {elements / 1e6:.2f} M elements" in text
+        header, *rows = [
+            re.split("  +", line) for line in text.splitlines()[3:] if line
+        ]
+        column = header.index("speed-up")
+        speed_ups = {row[1]: row[column] for row in rows if len(row) > column}
+        assert speed_ups == {
+            "comm_opt": "2",
+            "mem_opt": "1.5",
+            "dp_kfac": "1.5",
+        }
+
+
 @pytest.mark.usefixtures("tiny")
 def test_batch_in_the_saved_memory() -> None:
     """An example has 6 x 6 x 3 outputs twice, and 4 outputs, of 4 bytes."""
     estimates = [
-        Estimate(Candidate(mode, None, "inverse"), {}, 0.0, {}, {"total": size})
+        Estimate(
+            Candidate(mode, None, "inverse"), {}, 0.0, 1.0, {}, {"total": size}
+        )
         for mode, size in (("comm_opt", 10_000), ("dp_kfac", 1_000))
     ]
     text = plan.batch_text(estimates, plan.build("M"), 4)

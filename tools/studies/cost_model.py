@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfkfac.blocks import Block
@@ -279,6 +280,8 @@ class Estimate:
         stages: Seconds of each stage on the slowest worker; decompositions of
             all schedule groups.
         longest_group: Seconds of the slowest schedule group, with messages.
+        speed_up: Operations of all decompositions, relative to those of the
+            busiest worker in each schedule group.
         received: Maximal bytes that a worker receives, by type of message.
         state: Maximal bytes of curvature state of a worker.
     """
@@ -286,6 +289,7 @@ class Estimate:
     candidate: Candidate
     stages: Mapping[str, float]
     longest_group: float
+    speed_up: float
     received: Mapping[str, int]
     state: Mapping[str, int]
 
@@ -458,6 +462,7 @@ class Estimator(Loads):
             candidate,
             stages,
             max((sum(group) for group in groups), default=0.0),
+            self._speed_up(),
             {message: int(sums.max()) for message, sums in received.items()},
             {name: int(sums.max()) for name, sums in state.items()},
         )
@@ -510,6 +515,17 @@ class Estimator(Loads):
         computed = (self.owned(seconds) + moved).max()
         parts = [cost.parts if due else {} for due, cost in pairs]
         return computed, self._share_parts(parts)
+
+    def _speed_up(self) -> float:
+        """Return the speed-up of an interval's decompositions by the plan."""
+        work = np.zeros([max(self._groups) + 1, self.plan.workers])
+        layers = zip(
+            self._groups, self.plan.layers, self._load.blocks, strict=True
+        )
+        for group, layer, block in layers:
+            for name, factor in block.factors.items():
+                work[group, layer.owners[name]] += factor.operations
+        return float(work.sum() / work.max(axis=1).sum())
 
     def _share_parts(self, parts: Sequence[Mapping[str, int]]) -> float:
         """Return the seconds of the messages with `parts`, bytes by factor."""

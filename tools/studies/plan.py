@@ -5,16 +5,19 @@ r"""Estimate the cost of K-FAC on a cluster, without a training.
     python tools/studies/plan.py --papers   # DP-KFAC's and KAISA's figures
 
 For every distribution and solver, print the seconds of a plain step, of a step
-that updates the factors and of the longest step that updates inverses, the mean
-step at some intervals, the bytes that a worker receives in each type of step,
-and its curvature state. All numbers are maxima over the workers. Then print the
+that updates the factors and of the longest step that updates inverses, the
+speed-up of the decompositions of an interval over one worker, the mean step at
+some intervals, the bytes that a worker receives in each type of step, and its
+curvature state. Times and sizes are maxima over the workers. Then print the
 larger batch size that fits into the memory saved by DP-KFAC, and the
 operations of FOSI.
 """
 
 import argparse
+import importlib
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,8 +67,21 @@ bandwidth = quantity({"bit": 1 / 8, "b": 1 / 8, "B": 1.0})
 latency = quantity({"s": 1.0}, zero=True)
 
 
+def max_factor_dim(text: str) -> dict[str, int | None]:
+    """Return the argument of `KFAC` for N rows, or for "none"."""
+    return {"max_factor_dim": None if text == "none" else positive(text)}
+
+
 def build(name: str) -> keras.Model:
-    """Build a model of `keras.applications` with random weights."""
+    """Build a model of `keras.applications`, or by MODULE:FUNCTION."""
+    module, _, function = name.rpartition(":")
+    if module:
+        sys.path.append("")  # the current folder
+        try:
+            make = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"--model {name}: {error}") from error
+        return make()
     make = getattr(keras.applications, name, None)
     if not callable(make):
         raise ValueError(
@@ -114,6 +130,7 @@ def plan_text(
         "plain ms",
         "factor ms",
         "inverse ms",
+        "speed-up",
         *(f"mean ms at {f},{i}" for f, i in intervals),
         "plain recv.",
         "factor +",
@@ -190,7 +207,7 @@ def _choice(estimate: Estimate, intervals: Intervals) -> str:
 
 def _row(estimate: Estimate, intervals: Sequence[Intervals]) -> tuple[str, ...]:
     seconds = [estimate.plain, estimate.factor, estimate.inverse]
-    seconds += [estimate.amortised(*pair) for pair in intervals]
+    means = [estimate.amortised(*pair) for pair in intervals]
     received = estimate.received
     plain = received["gradients"] + received["preconditioned_gradients"]
     sizes = [plain, received["factors"], received["decompositions"]]
@@ -198,6 +215,8 @@ def _row(estimate: Estimate, intervals: Sequence[Intervals]) -> tuple[str, ...]:
         estimate.candidate.solver,
         estimate.candidate.text,
         *(f"{1e3 * value:.4g}" for value in seconds),
+        f"{estimate.speed_up:.4g}",
+        *(f"{1e3 * value:.4g}" for value in means),
         *(bytes_text(size) for size in (*sizes, estimate.state["total"])),
     )
 
@@ -207,7 +226,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = make_parser_of(__doc__)
     add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help="one of keras.applications")
+    add("name", nargs="?", metavar="MODEL", help="one of keras.applications")
+    add(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="function without arguments that returns a model of yours",
+    )
+    add(
+        "--max-factor-dim",
+        type=max_factor_dim,
+        default={},
+        metavar="N",
+        help="argument of KFAC; none for exact factors",
+    )
     add("--workers", type=positive, default=1, metavar="N")
     add("--batch", type=positive, default=32, metavar="N", help="of a worker")
     add("--flops", type=flops, help="of matrix products, as 14T")
@@ -224,8 +255,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add("--papers", action="store_true", help="print the papers' figures")
     options = parser.parse_args(arguments)
-    if bool(options.model) == options.papers:
-        parser.error("either MODEL or --papers is needed")
+    if [options.name, options.model, options.papers or None].count(None) != 2:
+        parser.error("either MODEL, --model or --papers is needed")
     if options.papers:
         import papers
 
@@ -236,14 +267,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if getattr(options, name) is None:
             parser.error(f"--{name} is needed for {options.workers} workers")
     try:
-        model = build(options.model)
+        model = build(options.name or options.model)
     except ValueError as error:
         parser.error(str(error))
     # One worker needs no bandwidth.
     machine = Machine(
         options.flops, options.bandwidth or 1.0, options.latency or 0.0
     )
-    optimizer = KFAC(step="natural").attach(model)
+    optimizer = KFAC(step="natural", **options.max_factor_dim).attach(model)
     print(machine_text(machine))
     print(counts_text(optimizer))
     estimates = compare(optimizer, machine, options.workers, options.batch)
