@@ -86,6 +86,7 @@ def run(*command: object, cwd: pathlib.Path) -> str:
 def test_wheel_of_the_source_distribution(tmp_path: pathlib.Path) -> None:
     """Tests of the quick set pass with the wheel, outside of the checkout.
 
+    Type checkers find the package of an editable installation.
     A new environment takes the dependencies from this environment;
     `tools/matrix.sh` installs the declared dependencies.
     """
@@ -96,6 +97,15 @@ def test_wheel_of_the_source_distribution(tmp_path: pathlib.Path) -> None:
     pip = python, "-m", "pip", "install", "--quiet", "--ignore-installed"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     run(*pip, *project["build-system"]["requires"], cwd=tmp_path)
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "tfkfac", source / "tfkfac")
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    here = "--no-deps", "--no-build-isolation", "--editable"
+    run(*pip, *here, source, cwd=tmp_path)
+    # Fails if mypy cannot find the module.
+    check = "-m", "mypy", "--follow-imports=skip", "-c", "import tfkfac"
+    run(python, *check, cwd=tmp_path)
     # Builds the source distribution, and the wheel from it.
     build = python, "-m", "build", "--no-isolation", "--outdir", tmp_path
     run(*build, ROOT, cwd=tmp_path)
