@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.support.definition import polar
+from tests.support.definition import ROOTS, Spectral, polar
 from tests.support.dtypes import floats
 from tests.support.reference import Array, adam
 from tests.support.small import (
@@ -114,6 +114,24 @@ def test_matrices_move_along_their_polar_factors() -> None:
                     Q = polar(W + MU * M).reshape(change.shape)
                     want = -length / rms(Q) * Q
                     np.testing.assert_allclose(change, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rules", [{}, {"skip_layers": "logits"}])
+def test_squared_length(rules: Any) -> None:
+    """That of the block; without a block that of all matrices."""
+    with floats("float64"), exact_polar_factors():
+        model = compiled(**rules)
+        gradients = {path: g for path, g, _ in train(model, 0)}
+        if rules:
+            want = sum(0.2**2 * gradients[path].size for path in MATRICES)
+        else:
+            names = ("logits/kernel", "logits/bias")
+            W = np.vstack([gradients[name] for name in names])
+            [block] = model.optimizer.factors().values()
+            spectral, AG = Spectral(ROOTS["inverse"]), (block["A"], block["G"])
+            _, want = spectral.direction(0, W, AG, 0.01)
+    report = model.optimizer.last_step
+    assert report["length"] / report["clip_factor"] ** 2 == pytest.approx(want)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,15 @@ are multiplied by the learning rate s and by
 where T is the number of updates of the run (those so far if it is unknown), L
 the negative log-likelihood of a term of the loss in nats, H its least value for
 the targets (the entropy of soft or binary targets), and n the number of labels
-of a term. `|Q|^2` is the squared length of D in the metric of K-FAC, and
+of a term. `|Q|^2` is the squared length of D in the metric of K-FAC. The sum is
+over the blocks, or over all matrices of a model without blocks, and
 
     rho = max(new, 0.9 rho + 0.1 new),   new = D^T F D / sum |Q|^2
 
-corrects it by the Gauss-Newton matrix F of a quarter of the batch, or of the
-whole batch if the model may depend on the batch size. So kappa is the square
-root of about twice the change of the predictions in nats.
+corrects it for all D, also of matrices without a block, by the Gauss-Newton
+matrix F of a quarter of the batch, or of the whole batch if the model may
+depend on the batch size. So kappa is the square root of about twice the change
+of the predictions in nats.
 `w = min(1, t / 10)` in step t: the first factors are rough.
 
 The lower bound of r is f c. In general f is 0.006. Models with recurrent layers
