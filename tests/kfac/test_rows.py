@@ -19,7 +19,7 @@ from tests.support.dtypes import floats
 from tests.support.graphs import optimized_nodes
 from tests.support.harness import randomize
 from tests.support.marks import with_slow
-from tests.support.reference import Array
+from tests.support.reference import Array, inverse_root
 from tests.support.small import gradients_of
 
 INPUTS, HIDDEN, OUTPUTS = 40, 32, 3
@@ -103,6 +103,38 @@ def test_batches_of_few_and_many_rows(step: str) -> None:
     ):
         assert np.abs(theirs - start).max() > 1e-3
         np.testing.assert_allclose(ours, theirs, rtol=1e-7, atol=1e-9)
+
+
+def test_rounding_fills_no_singular_values() -> None:
+    """A gradient of 8 rows has rank 8, also with products in half precision.
+
+    The direction is that of the gradient in float64, orthogonalised by NumPy.
+    """
+    x, y = batch(8)
+    with floats("float64"):
+        exact = network()
+        kernel, bias, *_ = gradients_of(exact, x, y, mean_loss)
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        model = network()
+    finally:
+        keras.config.set_dtype_policy(before)
+    model.set_weights(exact.get_weights())
+    start = model.get_weights()
+    model.compile(tfkfac.KFAC(fisher="empirical"), loss)
+    model.train_on_batch(x, y)
+    block = model.optimizer.factors()["first"]
+    roots = block["A"].astype(float), block["G"].astype(float), 0.01
+    X = inverse_root(np.vstack([kernel, bias[None]]), *roots)
+    U, sizes, V = np.linalg.svd(X, full_matrices=False)
+    assert sizes[8] < 1e-12 * sizes[0]
+    D = inverse_root(U[:, :8] @ V[:8], *roots, back=True)
+    pairs = zip(start, model.get_weights(), strict=True)
+    kernel, bias, *_ = (old - new for old, new in pairs)
+    change = np.vstack([kernel, bias])
+    cosine = np.sum(change * D) / np.linalg.norm(change) / np.linalg.norm(D)
+    assert cosine > 0.98
 
 
 # ------------------------------------------------------ use of row gradients

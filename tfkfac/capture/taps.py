@@ -290,13 +290,22 @@ def _summand(tensor: tf.Tensor) -> tf.Tensor | None:
 
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:
-    """Follow identities and reshapes back to the source of a tensor."""
+    """Follow identities and reshapes back to the source of a tensor.
+
+    Also follow casts to a wider dtype, which keep the values: with a mixed
+    precision policy Keras casts the gradient of a kernel.
+    """
     while True:
         operation = tensor.op
         if operation.type in _COPIES:
             tensor = operation.inputs[tensor.value_index]
-        elif operation.type == "Reshape" or (
-            operation.type == "Transpose" and _keeps_order(operation)
+        elif (
+            operation.type == "Reshape"
+            or (operation.type == "Transpose" and _keeps_order(operation))
+            or (
+                operation.type == "Cast"
+                and operation.inputs[0].dtype.size < tensor.dtype.size
+            )
         ):
             tensor = operation.inputs[0]
         else:
