@@ -243,7 +243,7 @@ def test_related_examples_stay_together(name: str, known: bool) -> None:
 DIRECTIONS = 3
 LAYERS = (
     "conv_strides", "batch", "lstm", "attention", "embedding", "dropout",
-    "kernel_regularizer",
+    "kernel_regularizer", "stop_gradient",
 )  # fmt: skip
 
 

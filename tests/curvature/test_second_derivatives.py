@@ -42,7 +42,7 @@ def assert_agrees(
 CASES = (
     "softmax", "conv_strides", "max_pooling", "batch_synchronized", "layer",
     "attention", "embedding", "dropout", "add_loss", "simple_rnn",
-    "kernel_regularizer",
+    "kernel_regularizer", "stop_gradient",
 )  # fmt: skip
 
 

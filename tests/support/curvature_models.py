@@ -25,6 +25,11 @@ class Penalty(layers.Layer):
         return inputs
 
 
+def absolute(h: Any) -> Any:
+    """Compute `|h|`, where the derivative of the stopped sign is 0."""
+    return h * tf.stop_gradient(tf.sign(h))
+
+
 def one(layer: Any, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
     return lambda h: layer(*args, **kwargs)(h)
 
@@ -69,6 +74,7 @@ ZOO: Zoo = {
     "kernel_regularizer":
         (dense("tanh", kernel_regularizer=keras.regularizers.L2(0.3)), (3,)),
     "add_loss": (projected(Penalty), (3,)),
+    "stop_gradient": (projected(partial(layers.Lambda, absolute)), (3,)),
 }  # fmt: skip
 
 

@@ -105,7 +105,9 @@ def refuse_silent_zeros(model: keras.Model, start: int) -> None:
     """
     for operation in operations()[start:]:
         op_type = operation.type
+        # The derivative of `tf.stop_gradient` is 0 by definition.
         is_gradient = op_type.endswith(("Grad", "Gradient"))
+        is_gradient &= op_type != "StopGradient"
         if is_gradient and is_constant_to_tapes(op_type):
             raise no_second_derivative(model, op_type)
 
