@@ -118,6 +118,24 @@ def test_freezing_and_unfreezing_a_layer() -> None:
     assert_close(optimizer.factors()["hidden"]["A"], a.T @ a / ROWS, 1e-5)
 
 
+@pytest.mark.parametrize(
+    "make", [tfkfac.KFAC, tfkfac.FOSI, tfkfac.GaussNewton]
+)
+def test_a_model_without_trainable_weights(make: Any) -> None:
+    """Keras warns and evaluates the loss, as with its own optimizers."""
+    model = mlp()
+    model.trainable = False
+    losses = []
+    for optimizer in ("sgd", make()):
+        model.compile(optimizer, loss())
+        with pytest.warns(UserWarning, match="not have any trainable weights"):
+            losses.append(model.fit(X, Y, verbose=0).history["loss"])
+    assert losses[0] == losses[1]
+    optimizer.summary()
+    sizes = optimizer.communication_bytes().values()
+    assert {size["gradients"] for size in sizes} == {0}
+
+
 def test_unfreezing_a_layer_after_build() -> None:
     model, optimizer = mlp(), tfkfac.KFAC(step="natural")
     model.layers[0].trainable = False

@@ -206,7 +206,9 @@ class Limits(NamedTuple):
         computing it. Activations need memory and time as well, so the number
         is multiplied by `2 n / (2 n + activations)`.
         """
-        fraction = 2 * self.weights / (2 * self.weights + self.activations)
+        # A model without trainable weights has n = 0.
+        scalars = max(2 * self.weights + self.activations, 1)
+        fraction = 2 * self.weights / scalars
         rows = int(max(self.weights, _MIN_BLOCK_ROWS) * fraction)
         return max(rows // self.outputs, 1) * self.outputs
 

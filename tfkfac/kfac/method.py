@@ -448,5 +448,5 @@ class KFACMethod(Method):
         size = gradient_bytes(weights, topology.hint)
         # Add the request of each block for an inverse, and the rule's scalars.
         flags = len(self.placement.blocks) + self._rule.summed_scalars
-        size += flags * int(tf.as_dtype(weights[0].dtype).size)
+        size += flags * sum(tf.as_dtype(v.dtype).size for v in weights[:1])
         return self.placement.communication_bytes(topology.local[0], size)
