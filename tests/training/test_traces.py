@@ -17,6 +17,7 @@ import tfkfac
 from tests.support.graphs import walk
 from tests.support.schedules import Formula
 from tests.support.small import (
+    CLASSES,
     FEATURES,
     data,
     kfac_of,
@@ -121,3 +122,32 @@ def test_no_graph_outlives_its_model(make: Any) -> None:
     before = graphs()
     train(make())
     assert [g.name for g in graphs() if g not in before] == []
+
+
+# ----------------------------------- `tf.debugging.enable_check_numerics()`
+def custom_loss(y: Any, p: Any) -> Any:
+    """Cross-entropy of probabilities, which does not read the logits."""
+    return -tf.reduce_sum(y * tf.math.log(p), -1)
+
+
+CHECKED: dict[str, Any] = {
+    "spectral": lambda: tfkfac.KFAC(),
+    "sketches": lambda: tfkfac.KFAC(0.1, solver="eigen", max_factor_dim=4),
+    "FOSI": lambda: tfkfac.FOSI(
+        keras.optimizers.SGD(0.1), update_interval=2, warmup_steps=1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_check_numerics(name: str) -> None:
+    """No constant of a healthy step is NaN or infinite."""
+    model = mlp()
+    model.add(layers.Softmax())
+    y = np.eye(CLASSES, dtype="float32")[Y]
+    tf.debugging.enable_check_numerics()
+    try:
+        model.compile(CHECKED[name](), custom_loss)
+        model.fit(X, y, batch_size=4, verbose=0)
+    finally:
+        tf.debugging.disable_check_numerics()

@@ -19,7 +19,7 @@ from tfkfac.compat.functions import shared_call
 from tfkfac.factors.base import VALUES, Factor, MatrixPart, Part, Side, Tensors
 from tfkfac.factors.matrices import Dense, Stack
 from tfkfac.linalg.symmetric import eigh, symmetrize
-from tfkfac.linalg.tensors import all_finite, rounding
+from tfkfac.linalg.tensors import all_finite, nan_unless, rounding
 
 
 def probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
@@ -174,8 +174,7 @@ class LowRank(Factor):
     def _split(self, value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Return `F` and `rest` in float64; `rest` has shape `(..., 1, 1)`."""
         # Make the whole result NaN: `tf.maximum` below may hide a single NaN.
-        finite = all_finite([value])
-        wide = tf.where(finite, tf.cast(value, tf.float64), float("nan"))
+        wide = nan_unless(all_finite([value]), tf.cast(value, tf.float64))
         F = nystroem_half(
             wide[..., :-1, :],
             probes(self.size, self.rank, tf.float64),

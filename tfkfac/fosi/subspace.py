@@ -177,13 +177,13 @@ class Subspace(Slots):
     def rate_ratio(self) -> tf.Tensor:
         """Return `lambda_max / lambda_k`; 1 if `lambda_max <= 0`.
 
-        Infinity if `lambda_k <= 0 < lambda_max`.
+        The largest float if `lambda_k <= 0 < lambda_max`.
         """
         largest = self.layout.geometry.largest
         values = tf.convert_to_tensor(self.ritz_values)
         top, kth = values[-1], values[-max(largest, 1)]
-        infinite = tf.constant(float("inf"), values.dtype)
-        ratio = tf.where(kth > 0, tf.math.divide_no_nan(top, kth), infinite)
+        ratio = tf.math.divide_no_nan(top, kth)
+        ratio = tf.where(kth > 0, ratio, values.dtype.max)
         return tf.where(top > 0, ratio, tf.ones_like(ratio))
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -83,9 +82,7 @@ class State(Slots):
         self.tries = self.slot("tries")
         self.rejected = self.slot("rejected_steps")
         self.settled = self.slot("settled_steps")
-        self.last = self.slot(
-            "last", [len(_NAMES)], "float64", math.nan, saved=False
-        )
+        self.last = self.slot("last", [len(_NAMES)], "float64", saved=False)
 
     def record(self, result: Search, residuals: tf.Tensor, name: str) -> None:
         """Record the result of a step's tries."""
@@ -301,8 +298,8 @@ class GaussNewtonMethod(Method):
         if not self.states:
             return {}
         values = [float(v) for v in self.states[0].last.numpy()]
-        has_run = not math.isnan(values[-1])
-        return dict(zip(_NAMES, values, strict=True)) if has_run else {}
+        # A step has at least one residual, the last value.
+        return dict(zip(_NAMES, values, strict=True)) if values[-1] else {}
 
     @override
     def summary(self) -> list[str]:

@@ -28,7 +28,6 @@ train better with longer steps than rho allows. There, for all layers,
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -88,7 +87,7 @@ class Batch(NamedTuple):
     labels: tf.Tensor
     """Number of labels of a term, weighted by the share of this replica."""
     curvature: Callable[[Gradients], tf.Tensor]
-    """Returns `D^T F D` of a direction; NaN if it cannot be computed."""
+    """Returns `D^T F D` of a direction; 0 if it cannot be computed."""
 
     @classmethod
     def of(cls, step: Step, advise: Callable[[str, str], None]) -> "Batch":
@@ -108,9 +107,9 @@ class Batch(NamedTuple):
         calls = ForwardTap.open(job.model).pop_items()
 
         def local_curvature(directions: Gradients) -> tf.Tensor:
-            nan = tf.constant(math.nan, tf.float64)
+            unknown = tf.zeros([], tf.float64)
             if not step.batch.arguments:
-                return nan
+                return unknown
             try:
                 inputs = LossInputs.of(job.model, step.batch, loss, calls)
                 if takes_any_batch(job.model, inputs.call):
@@ -126,11 +125,11 @@ class Batch(NamedTuple):
                 )
             except Exception as error:  # the model may not allow a second call
                 advise(_without_curvature(job, error), _NO_CURVATURE)
-                return nan
+                return unknown
             return form[0, 0]
 
         def curvature(directions: Gradients) -> tf.Tensor:
-            # All replicas run this all-reduce, also where the result is NaN.
+            # All replicas run this all-reduce, also where the result is 0.
             (form,) = step.group.all_reduce([local_curvature(directions)])
             return form
 
@@ -178,7 +177,7 @@ class SpectralLength(Slots):
             square: `sum |Q|^2`.
             excess: `L - H`.
             labels: n.
-            curvature: Returns `D^T F D`, NaN if it is unknown.
+            curvature: Returns `D^T F D`, 0 if it is unknown.
             updates: T.
         """
         self.steps.assign_add(1)

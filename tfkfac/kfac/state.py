@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
@@ -445,8 +444,7 @@ class StepReport(Slots):
         self.short = self.slot("short_steps", saved=False)
         self.hints = self.slot("clip_hints", saved=False)
         self._values = {
-            name: self.slot(name, (), "float64", math.nan, saved=False)
-            for name in _NAMES
+            name: self.slot(name, (), "float64", saved=False) for name in _NAMES
         }
 
     def record(
@@ -479,5 +477,4 @@ class StepReport(Slots):
         """Return the metrics of the last step; empty before the first step."""
         if int(self.steps.numpy()) == 0:
             return {}
-        values = {name: float(v.numpy()) for name, v in self._values.items()}
-        return {name: v for name, v in values.items() if not math.isnan(v)}
+        return {name: float(v.numpy()) for name, v in self._values.items()}

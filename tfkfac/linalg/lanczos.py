@@ -11,7 +11,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkfac.compat.graphs import in_xla, new_rows, repeat, set_row
-from tfkfac.linalg.tensors import rounding
+from tfkfac.linalg.tensors import nan_unless, rounding
 from tfkfac.linalg.vectors import row_products
 
 Product = Callable[[tf.Tensor], tf.Tensor]
@@ -321,12 +321,11 @@ def ritz_pairs(
     index = tf.concat([low, high], 0)
     valid = tf.concat([low < count - num_largest, high >= 0], 0)
     index = tf.where(valid, index, 0)
-    nan = tf.constant(float("nan"), tf.float64)
     values = tf.where(valid, tf.gather(values, index), 0)
     order = tf.argsort(values)
     weights = tf.transpose(tf.gather(vectors, index, axis=1))
     weights = tf.where(valid[:, None], weights, 0)
     return RitzPairs(
-        tf.where(finite, tf.gather(values, order), nan),
+        nan_unless(finite, tf.gather(values, order)),
         tf.gather(weights, order),
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.linalg.tensors import all_finite, rounding
+from tfkfac.linalg.tensors import all_finite, nan_unless, rounding
 
 LARGE = 384  # Rows from which on block inversion is faster than solving.
 # Recursion depth of the block inversion: 2 levels leave 4 diagonal blocks.
@@ -34,8 +34,7 @@ def eigh(matrix: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     values, vectors = tf.linalg.eigh(
         tf.where(finite, symmetrize(matrix), identity)
     )
-    nan = tf.constant(float("nan"), matrix.dtype)
-    return tf.where(finite, tf.maximum(values, 0), nan), vectors
+    return nan_unless(finite, tf.maximum(values, 0)), vectors
 
 
 def damped_inverse(

@@ -31,6 +31,16 @@ def select(flag: tf.Tensor, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
     return tf.raw_ops.Select(condition=flag, x=x, y=y)
 
 
+def nan_unless(valid: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """Return a tensor, or NaN if the scalar `valid` is False.
+
+    NaN is computed as 0 / 0: `tf.debugging.enable_check_numerics` raises on
+    each constant that is NaN or infinite, even if the graph does not use it.
+    """
+    flag = tf.cast(valid, tensor.dtype)
+    return tf.where(valid, tensor, tf.zeros_like(tensor)) / flag
+
+
 def stack_scalars(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
     """Stack scalars of any float dtypes into a float64 vector."""
     widest = max((x.dtype for x in scalars), key=lambda dtype: dtype.size)

@@ -348,10 +348,11 @@ class _Comparison:
             g = slopes[form.by_logits]
             z = self._rows(self._inputs(form), index)
             r = self._masked(form.residuals(y, z), index)
-            if g is None:
-                g = tf.fill(tf.shape(r), tf.constant(np.nan, r.dtype))
-            else:
+            is_read = g is not None  # else the loss does not read `z`
+            if is_read:
                 g = self._masked(form.slopes(z, self._rows(g, index)), index)
+            else:
+                g = tf.zeros_like(r)
             product, square = _total(r * g), _total(tf.square(r))
             unit = tf.math.divide_no_nan(product, square)
             u = tf.cast(unit, r.dtype)
@@ -360,7 +361,7 @@ class _Comparison:
             limit = tf.square(_TOLERANCE * u) * tf.reduce_sum(tf.square(r), -1)
             limit += tf.square(10 * _ROUNDING * u) * tf.cast(minimum, u.dtype)
             error = tf.reduce_sum(tf.square(g - u * r), -1)
-            agrees = tf.reduce_all(error <= limit)
+            agrees = tf.reduce_all(error <= limit) & is_read
             nll = _total(self._nll(form, y, index))
             row = agrees, product, square, unit * product, value, nll
             rows.append([*row, self._floor(form, y)])
