@@ -7,11 +7,22 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
+from keras.optimizers import SGD
 
 import tfkfac
-from tests.support.small import CLASSES, FEATURES, data, kfac_of, loss
+from tests.support.small import (
+    CLASSES,
+    FEATURES,
+    assert_same,
+    data,
+    everything,
+    kfac_of,
+    loss,
+)
 from tests.support.summaries import bind, blocks_of, leftovers_of, sequential
+from tfkfac.capture.taps import NESTED
 
 X, Y = data()
 SEQUENCE = (4, FEATURES)
@@ -278,3 +289,68 @@ def test_unmatched_expressions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"skip_layers.*'firs'.*'ead'") as e:
         bind(nested(), skip_layers=["head", "firs", "ead"])
     assert "'head'" not in str(e.value)
+
+
+# ------------------------------------------- layers called in other graphs
+class Indirect(layers.Layer):
+    """Call a layer in a `tf.cond`, a loop or a function."""
+
+    def __init__(self, way: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.way = way
+        self.inner = layers.Dense(FEATURES, "tanh", name="inner")
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "way": self.way}
+
+    def build(self, shape: Any) -> None:
+        self.inner.build(shape)
+
+    def call(self, x: Any, training: Any = None) -> Any:
+        if not training:
+            return x + self.inner(x)
+        return WAYS[self.way](self.inner, x)
+
+
+def in_cond(f: Any, x: Any) -> Any:
+    return tf.cond(tf.reduce_sum(x) < 1e9, lambda: x + f(x), lambda: x)
+
+
+WAYS: dict[str, Callable[[Any, Any], Any]] = {
+    "cond": in_cond,
+    "cond and outside": lambda f, x: in_cond(f, x) + f(x),
+    "loop": lambda f, x: tf.while_loop(
+        lambda i, _: i < 2, lambda i, h: (i + 1, h + f(h)), [0, x]
+    )[1],
+    "map": lambda f, x: tf.map_fn(lambda row: f(row[None])[0], x),
+    "vectorized": lambda f, x: tf.vectorized_map(
+        lambda row: f(row[None])[0], x
+    ),
+    "function": lambda f, x: tf.function(f, autograph=False)(x),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_in_other_graphs(way: str, tmp_path: Any) -> None:
+    """The rest optimizer trains them, as it alone does in Keras."""
+    weights = []
+    for optimizer in (SGD(0.1), tfkfac.KFAC(SGD(0.0), rest_optimizer=SGD(0.1))):
+        keras.utils.set_random_seed(0)
+        model = sequential(Indirect(way, name="outer"), layers.Dense(CLASSES))
+        model.compile(optimizer, loss())
+        model.train_on_batch(X, Y)
+        weights.append(model.layers[0].get_weights())
+    for got, want in zip(*weights, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+    reasons = {f"outer/inner:{x}": NESTED for x in ("kernel", "bias")}
+    assert leftovers_of(optimizer) == reasons
+    if way != "cond":
+        return
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(
+        tmp_path / "model.keras", {"Indirect": Indirect}
+    )
+    assert leftovers_of(loaded.optimizer) == reasons
+    for each in (model, loaded):
+        each.train_on_batch(X, Y)
+    assert_same(everything(loaded), everything(model))

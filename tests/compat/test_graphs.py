@@ -27,6 +27,7 @@ from tfkfac.compat.graphs import (
     replica_copy,
     set_row,
     state_variable,
+    trace_place,
     under_tape,
     written_variables,
 )
@@ -112,6 +113,28 @@ def test_under_tape() -> None:
     assert not under_tape()
     with tf.autodiff.ForwardAccumulator(tf.zeros(1), tf.ones(1)):
         assert under_tape()
+
+
+@contract(
+    "compat.graphs.trace_place",
+    "`tf.vectorized_map` traces its function in the name scope `loop_body`.",
+)
+def test_trace_place() -> None:
+    places: list[Any] = []
+
+    def add_place(x: tf.Tensor) -> tf.Tensor:
+        places.append(trace_place())
+        return x
+
+    @tf.function(autograph=False)
+    def traced(x: tf.Tensor) -> None:
+        for call in (lambda f, x: f(x), tf.vectorized_map, tf.map_fn):
+            call(add_place, x)
+
+    assert trace_place() == (None, 0)
+    traced(tf.ones(3))
+    assert [depth for _, depth in places] == [0, 1, 0]
+    assert places[0][0] is places[1][0] is not places[2][0]
 
 
 @contract(

@@ -19,6 +19,7 @@ from tfkfac.compat.models import (
     all_layers,
     call_takes_training,
     children,
+    input_specs,
     kept_losses,
     last_layers,
     loss_layers,
@@ -42,6 +43,28 @@ def network() -> Any:
             layers.ActivityRegularization(l2=1.0),
         ]
     )
+
+
+class Doubled(keras.Model):
+    def call(self, x: Any) -> Any:
+        return 2 * x
+
+
+@contract(
+    "compat.models.input_specs",
+    "`get_input_signature` knows the inputs of functional and sequential "
+    "models, `_infer_input_signature_from_model` those of other models.",
+)
+def test_input_specs() -> None:
+    ids = keras.Input((4,), dtype="int32", name="ids")
+    functional = keras.Model({"ids": ids}, layers.Embedding(3, 2)(ids))
+    (named,) = input_specs(functional) or ()
+    assert named == {"ids": tf.TensorSpec([None, 4], tf.int32)}
+    doubled = Doubled()
+    assert input_specs(doubled) is None
+    doubled(X)
+    for model in (network(), doubled):
+        assert input_specs(model) == [tf.TensorSpec([None, 2], tf.float32)]
 
 
 @contract(

@@ -118,9 +118,7 @@ def test_freezing_and_unfreezing_a_layer() -> None:
     assert_close(optimizer.factors()["hidden"]["A"], a.T @ a / ROWS, 1e-5)
 
 
-@pytest.mark.parametrize(
-    "make", [tfkfac.KFAC, tfkfac.FOSI, tfkfac.GaussNewton]
-)
+@pytest.mark.parametrize("make", [tfkfac.KFAC, tfkfac.FOSI, tfkfac.GaussNewton])
 def test_a_model_without_trainable_weights(make: Any) -> None:
     """Keras warns and evaluates the loss, as with its own optimizers."""
     model = mlp()

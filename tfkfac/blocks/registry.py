@@ -124,7 +124,7 @@ def build_registry(
     blocks: list[Block] = []
     leftovers: list[Leftover] = []
     for node in walk(model, skip_layers, only_layers):
-        layer, reason = node.layer, node.reason
+        layer, reason = node.layer, node.reason or Tap.reason(node.tapped)
         new_blocks: list[Block] = []
         if reason is None and layer.built and layer.trainable:
             new_blocks, reason = _blocks_of(node, remaining, limit, without)

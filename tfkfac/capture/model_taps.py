@@ -28,6 +28,7 @@ from tfkfac.compat.graphs import (
     Sum,
     graph_attribute,
     open_graphs,
+    trace_place,
     under_tape,
 )
 from tfkfac.compat.models import changing_variables, replica_variable
@@ -39,8 +40,17 @@ _state = threading.local()
 
 
 def capturing() -> bool:
-    """Return True if a gradient tape is active and taps are not paused."""
-    return not is_paused() and under_tape()
+    """Return True if taps record: under a tape, neither paused nor nested."""
+    return not is_paused() and under_tape() and not is_nested()
+
+
+def is_nested() -> bool:
+    """Return True in a `tf.cond`, a loop or a `tf.function` in a model call.
+
+    The tensors there are of another graph than the tensors of the step.
+    """
+    places = getattr(_state, "places", ())
+    return bool(places) and places[0] != trace_place()
 
 
 def is_paused() -> bool:
@@ -275,11 +285,15 @@ class BeforeTap(ModelTap[Values]):
         values, model = self.current(), self._model()
         if model is not None and capturing() and not values:
             values.append(read_values(changing_variables(model)))
+        previous = getattr(_state, "places", ())
+        _state.places = (*previous, trace_place())  # for `is_nested`
         try:
             return below(*args, **kwargs)
         except BaseException:
             values.clear()
             raise
+        finally:
+            _state.places = previous
 
 
 class MetricsDecision(NamedTuple):

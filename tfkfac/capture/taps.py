@@ -24,11 +24,12 @@ import tensorflow as tf
 from tfkfac.capture.model_taps import (
     TraceLists,
     capturing,
+    is_nested,
     is_paused,
     replica_id,
     watch_for_pullbacks,
 )
-from tfkfac.compat.graphs import with_gradient
+from tfkfac.compat.graphs import under_tape, with_gradient
 from tfkfac.compat.models import mask_of, pass_mask
 from tfkfac.compat.overrides import (
     Below,
@@ -65,6 +66,9 @@ class Record:
     output: tf.Tensor | None = None
 
 
+# `Tap.reason` of layers with a call whose tensors the step cannot use.
+NESTED = "called in a tf.cond, a loop or a tf.function of its own"
+
 _TAP = "_tfkfac_tap"
 _HOOK = "_tfkfac_first_call"
 _COPIES = ("Identity", "IdentityN")
@@ -89,6 +93,7 @@ class Tap:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._records: TraceLists[TimedRecord] = TraceLists()
         self._moments: dict[int, Any] = {}
+        self._is_nested = False
         self._names = list(inspect.signature(layer.call).parameters)
         tapped = functools.partial(self._tapped_call, layer)
         self._overrides = [override(layer, "call", tapped)]
@@ -119,6 +124,12 @@ class Tap:
                 installed.remove()
 
     @staticmethod
+    def reason(layer: keras.layers.Layer) -> str | None:
+        """Return why a layer cannot be recorded, from its calls so far."""
+        tap = kept_on(layer, _TAP)
+        return NESTED if tap is not None and tap._is_nested else None
+
+    @staticmethod
     def calls(layer: keras.layers.Layer) -> list[list[Record]]:
         """Remove and return this replica's records, one list for each call."""
         tap = kept_on(layer, _TAP)
@@ -137,6 +148,7 @@ class Tap:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        self._is_nested |= under_tape() and is_nested()
         if not capturing():
             return below(*args, **kwargs)
         arguments = dict(zip(self._names, args, strict=False)) | kwargs

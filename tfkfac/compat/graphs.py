@@ -1,6 +1,7 @@
 """Worker-local variables, and helpers for TensorFlow graphs and tapes."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -141,6 +142,21 @@ def in_xla() -> bool:
     """True if XLA compiles the trace, by `GraphOrParentsInXlaContext`."""
     graph = tf.compat.v1.get_default_graph()
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
+def trace_place() -> tuple[tf.Graph | None, int]:
+    """Return the current graph, and the depth of `tf.vectorized_map` in it.
+
+    The graph is None in eager mode. This relies on `tf.vectorized_map` tracing
+    its function in the name scope "loop_body" of the current graph.
+    """
+    if tf.executing_eagerly():
+        return None, 0
+    scopes = tf.get_current_name_scope().split("/")
+    depth = sum(
+        re.fullmatch(r"loop_body(_\d+)?", x) is not None for x in scopes
+    )
+    return tf.compat.v1.get_default_graph(), depth
 
 
 def under_tape() -> bool:

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state, masking
+from keras.src.export import export_utils
 from keras.src.saving.saving_lib import safe_get_h5_dataset, safe_get_h5_group
 
 from tfkfac.compat.graphs import replica_copy
@@ -144,6 +145,22 @@ def has_keras_call(layer: keras.layers.Layer) -> bool:
     if isinstance(layer, keras.layers.Lambda):
         return False
     return type(layer).call.__module__.partition(".")[0] == "keras"
+
+
+def input_specs(model: keras.Model) -> list[Any] | None:
+    """Return specs of the arguments of a built model's call; None if unknown.
+
+    This relies on `get_input_signature` for functional and sequential models.
+    For others it relies on `_infer_input_signature_from_model`, which returns
+    the shapes of the first call or of the build config of a loaded model.
+    """
+    if getattr(model, "inputs", None):
+        specs = export_utils.get_input_signature(model)
+    else:
+        specs = export_utils._infer_input_signature_from_model(model)
+    return specs and keras.tree.map_structure(
+        lambda spec: tf.TensorSpec(spec.shape, spec.dtype), specs
+    )
 
 
 def call_takes_training(layer: keras.layers.Layer) -> bool:

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from tfkfac.blocks import Block, LayerGradient, MatrixGradient, Statistic
 from tfkfac.blocks.registry import EXCLUDED, Leftover
+from tfkfac.capture.taps import NESTED
 from tfkfac.capture.walk import SKIPPED
 from tfkfac.compat.functions import Member, TraceKey, shared, when
 from tfkfac.factors import Factor, Tensors, trace_key
@@ -313,12 +314,13 @@ def plain_matrices(
 ) -> list[tuple[str, keras.Variable]]:
     """Return the layer path and the variable of each uncovered matrix.
 
-    Embedding tables are left out: an example uses only some of their rows.
+    Embedding tables are left out: an example uses only some of their rows. So
+    are layers in a `tf.cond`, which may not run in a step.
     """
     return [
         (leftover.path, variable)
         for leftover in leftovers
-        if leftover.reason not in (SKIPPED, EXCLUDED)
+        if leftover.reason not in (SKIPPED, EXCLUDED, NESTED)
         for variable in leftover.variables
         if _is_matrix(variable)
     ]

@@ -39,6 +39,7 @@ from tfkfac.kfac.placement import (
 from tfkfac.kfac.settings import Distribution, KFACSettings
 from tfkfac.kfac.spectral import Spectral
 from tfkfac.kfac.state import State, local_factors
+from tfkfac.loss.batch import trace_nested_calls
 from tfkfac.saving.entries import Contents
 from tfkfac.shell.method import Method
 from tfkfac.solvers.registry import make_solver
@@ -346,6 +347,7 @@ class KFACMethod(Method):
     def placement(self) -> Placement:
         """Blocks of the model, and the assignment of blocks to workers."""
         if self._placement is None:
+            trace_nested_calls(self.job.model)
             registry = build_registry(
                 self.job.model,
                 self.settings.skip_layers,

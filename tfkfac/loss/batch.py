@@ -17,11 +17,15 @@ from tfkfac.capture.model_taps import (
     capturing,
     paused,
 )
-from tfkfac.capture.walk import walk
+from tfkfac.capture.walk import unbuilt, walk
 from tfkfac.compat.graphs import kept_variables
 from tfkfac.compat.losses import observed_losses
 from tfkfac.compat.models import (
+    all_layers,
     call_takes_training,
+    children,
+    has_keras_call,
+    input_specs,
     kept_losses,
     loss_layers,
     without_cudnn,
@@ -165,6 +169,30 @@ def find_call(
         "batch. Compute it with `model.compute_loss(x=x, y=y, y_pred=model(x, "
         "training=True))` under the gradient tape, as Keras' `train_step` does."
     )
+
+
+def trace_nested_calls(model: keras.Model) -> None:
+    """Trace a training call, in which taps find layers in nested graphs.
+
+    Only layers with a `call` that is not of Keras may call their sublayers in
+    a `tf.cond` or a loop. If the call cannot be traced from the shapes of its
+    inputs, the first step raises an error for such a sublayer.
+    """
+    is_custom = any(
+        children(layer) and not has_keras_call(layer)
+        for layer in all_layers(model)
+    )
+    specs = input_specs(model) if is_custom and not unbuilt(model) else None
+    if specs is None:
+        return
+
+    def call(*args: Any) -> None:
+        kwargs = training_call(model, None).kwargs
+        with stateless(model), tf.GradientTape():
+            model(*args, **kwargs)
+
+    with contextlib.suppress(Exception):
+        tf.function(call, autograph=False).get_concrete_function(*specs)
 
 
 @contextlib.contextmanager
