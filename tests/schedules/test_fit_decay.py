@@ -3,6 +3,7 @@
 import contextlib
 import re
 import signal
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -206,6 +207,22 @@ def test_own_loop() -> None:
     assert rates == pytest.approx([*linear(4), 0])
     text = "falls linearly to 0 from update 2 to 6."
     assert text in summary_text(optimizer)
+
+
+def test_one_epoch_of_unknown_length() -> None:
+    """A warning tells that the rate does not fall; `summary` says the same."""
+    model = compiled()
+    with pytest.warns(UserWarning, match="steps_per_epoch.*assert_cardinality"):
+        fit(model, x=unknown_length(), epochs=1)
+    assert "constant: no length known" in summary_text(model.optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, x=unknown_length(), epochs=2)
+    assert not any("assert_cardinality" in str(w.message) for w in caught)
+    text = "fell from 1 to 0 in the last `fit`. The next `fit` begins at 1."
+    model = compiled()
+    fit(model, epochs=1)
+    assert text in summary_text(model.optimizer)
 
 
 def test_interrupted_fit_ends_its_plan() -> None:

@@ -25,6 +25,8 @@ class RunPlan(Slots):
         steps: Number of batches of an epoch; 0 if it is unknown.
         set_rate: Learning rate that the user has set during training, which
             ends the decay of the inner optimizer; negative if none is set.
+        last_fraction: Fraction of the peak at the end of the last `fit` of
+            this process; None if its length was unknown.
     """
 
     def __init__(self) -> None:
@@ -36,6 +38,7 @@ class RunPlan(Slots):
         self.epoch = self.slot("run_epoch")
         self.steps = self.slot("run_steps")
         self.in_fit = self.slot("in_fit", saved=False)
+        self.last_fraction: float | None = None
         self.set_rate = self.slot("set_learning_rate", (), "float32", -1.0)
 
     def begin(
@@ -69,8 +72,11 @@ class RunPlan(Slots):
         self.begin(update, num_left, epochs, steps)
         self.scale.assign(fraction)
 
-    def end_fit(self) -> None:
+    def end_fit(self, update: int) -> None:
         """Forget the plan, so that the rate is the peak outside of `fit`."""
+        self.last_fraction = None
+        if self.end is not None:
+            self.last_fraction = float(self.remaining_fraction(update))
         self.begin(0, 0)
         self.in_fit.assign(0)
 

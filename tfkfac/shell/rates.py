@@ -116,6 +116,12 @@ class ScheduledOptimizer(KerasOptimizer):
         last_update, rate = self.plan.end, f"{float(self.learning_rate):.4g}"
         if float(self.plan.set_rate.numpy()) >= 0:
             return [f"Learning rate: {rate}, set during training."]
+        if last_update is None and self.plan.last_fraction is not None:
+            last_rate = self.plan.last_fraction * float(self.learning_rate)
+            return [
+                f"Learning rate: fell from {rate} to {last_rate:.4g} in the "
+                f"last `fit`. The next `fit` begins at {rate}."
+            ]
         if last_update is None:
             return [
                 f"Learning rate: {rate}, constant: no length known "

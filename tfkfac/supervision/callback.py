@@ -1,6 +1,7 @@
 """Callback that supervises each `fit` with an optimizer of tfkfac."""
 
 import collections
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -181,6 +182,7 @@ class Supervision(keras.callbacks.Callback):
         if steps is None:
             if not is_resumed:
                 plan.begin(now, 0, epochs)
+                self._warn_of_constant_rate(epochs - epoch)
             self._first_update = now
             return
         # FOSI and GaussNewton do not accumulate gradients.
@@ -190,6 +192,17 @@ class Supervision(keras.callbacks.Callback):
             plan.move_end(now, num_left, steps)
         else:
             plan.begin(now, num_left, epochs, steps)
+
+    def _warn_of_constant_rate(self, epochs_left: int) -> None:
+        """Warn if no epoch of known length follows one of unknown length."""
+        is_first = 0 in self._optimizer.method.job.topology.local
+        if epochs_left == 1 and self._optimizer.has_decay and is_first:
+            warnings.warn(
+                "The learning rate stays constant in this `fit`: its number of "
+                "batches is unknown. Pass `steps_per_epoch`, or use "
+                "`dataset.apply(tf.data.experimental.assert_cardinality(n))`.",
+                stacklevel=2,
+            )
 
     def _start_run(self) -> None:
         """Set the run length of the method; check that all workers agree."""

@@ -127,7 +127,8 @@ def _supervise(
             stall_detector = find_detector(strategy)
             if stall_detector is not None:
                 stack.enter_context(stall_detector.training())
-            stack.callback(optimizer.plan.end_fit)
+            plan = optimizer.plan
+            stack.callback(lambda: plan.end_fit(optimizer.num_updates))
             for callback in callbacks:
                 if isinstance(callback, contextlib.AbstractContextManager):
                     stack.enter_context(callback)
