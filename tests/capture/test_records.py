@@ -195,6 +195,39 @@ def test_warning_for_another_gradient(capfd: Any) -> None:
     assert "tfkfac" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_derivatives_of_inputs_in_the_loss(eager: bool, capfd: Any) -> None:
+    """G is of the gradient of `(u^2 + u_x^2) / 2`, without a warning."""
+    x = INPUTS[:, :1]
+    hidden = layers.Dense(4, "tanh", name="hidden")
+    model = keras.Sequential([keras.Input((1,)), hidden, layers.Dense(1)])
+    randomize(model)
+    weights = [w.astype(np.float64) for w in model.get_weights()]
+    optimizer = tfkfac.KFAC(keras.optimizers.SGD(0.0)).attach(model)
+
+    def step() -> None:
+        points = tf.constant(x)
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(points)
+                u = model(points, training=True)
+            squares = tf.square([u, inner.gradient(u, points)])
+            value = tf.reduce_sum(squares) / (2 * len(x))
+        variables = model.trainable_variables
+        optimizer.apply(outer.gradient(value, variables), variables)
+
+    (step if eager else tf.function(step))()
+    kernel, bias, second, shift = weights
+    t = np.tanh(x @ kernel + bias)
+    slope = second[:, 0] * (1 - t**2)
+    u, u_x = t @ second + shift, slope @ kernel.T
+    g = u * slope - 2 * u_x * kernel * t * slope
+    a = append_one(x.astype(np.float64))
+    want = factors(a[:, None], g[:, None])
+    check_factors(find(optimizer.factors(), "hidden"), *want)
+    assert "tfkfac" not in capfd.readouterr().err
+
+
 # --------------------------------------------------------- adversarial networks
 BCE = keras.losses.BinaryCrossentropy(from_logits=True)
 NOISE = np.random.default_rng(3).normal(size=(ROWS, 2)).astype("float32")

@@ -79,11 +79,16 @@ Recorder = Callable[[tf.Tensor, tf.Tensor | None], None]
 
 
 class TimedRecord(NamedTuple):
-    """A record with the logical times of the call and of the gradient."""
+    """A record with the logical times of the call and of the gradient.
+
+    `is_inner` is True if a tape recorded the backward pass. The pass is then
+    part of a forward pass, for example the derivatives in a Sobolev loss.
+    """
 
     call_time: int
     gradient_time: int
     record: Record
+    is_inner: bool
 
 
 class Tap:
@@ -170,7 +175,10 @@ class Tap:
             # micro-batch, or of a backward pass for another purpose (a
             # saliency map, the other network of a GAN).
             stored[:] = [r for r in stored if r.gradient_time > call_time]
-            stored.append(TimedRecord(call_time, time, result))
+            is_inner = under_tape()
+            if not is_inner:
+                stored[:] = [r for r in stored if not r.is_inner]
+            stored.append(TimedRecord(call_time, time, result, is_inner))
 
         with tapped_activation(layer, record) as activated:
             outputs = below(*args, **kwargs)
