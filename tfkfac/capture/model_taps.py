@@ -49,7 +49,7 @@ def is_nested() -> bool:
 
     The tensors there are of another graph than the tensors of the step.
     """
-    places = getattr(_state, "places", ())
+    places: Sequence[Any] = getattr(_state, "places", ())
     return bool(places) and places[0] != trace_place()
 
 
