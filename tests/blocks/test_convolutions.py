@@ -25,8 +25,10 @@ from tests.support.reference import (
     patches,
 )
 from tfkfac.blocks import Block, Record
-from tfkfac.blocks.patches import Geometry, channel_grams, patch_gram
+from tfkfac.blocks.correlation import channel_grams, patch_gram
+from tfkfac.blocks.patches import Geometry
 from tfkfac.blocks.registry import build_registry
+from tfkfac.blocks.statistics import BatchSettings, batch_statistics
 
 BATCH, CHANNELS = 4, 2
 # Layers that TensorFlow cannot run on a CPU; only their rows are tested.
@@ -86,11 +88,16 @@ def test_rows(case: str) -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(BATCH, *shape))
     g = rng.normal(size=layer.compute_output_shape(x.shape))
-    rows = block.rows(Record(tf.constant(x), tf.constant(g)))
-    assert rows.a is not None
-    want = expected_rows(layer, x, g)
-    assert_close(rows.a, want[0], 1e-6, "a")
-    assert_close(rows.g, want[1], 1e-6, "g")
+    record = Record(tf.constant(x), tf.constant(g))
+    a, patches = expected_rows(layer, x, g)
+    want = np.einsum("nsi,nso->io", a, patches)
+    assert_close(block.gradient(block.rows(record)), want, 1e-6, "gradient")
+    sums = batch_statistics({0: (block, [record])}, BatchSettings("expand"))[0]
+    for name, rows in (("A", a), ("G", patches)):
+        want = np.einsum("nsi,nsj->ij", rows, rows)
+        if name == "G":
+            want *= BATCH**2
+        assert_close(sums[name].total, want, 1e-6, name)
 
 
 def test_step_of_several_examples() -> None:
@@ -125,27 +132,29 @@ def test_gradients(case: str) -> None:
         loss = tf.reduce_sum(z * g)
     want = tape.gradient(loss, layer.kernel.value)
     rows = block.rows(Record(x, g))
-    got = tf.einsum("nsi,nso->io", rows.a, rows.g)
-    assert_close(got, block.to_matrix([want]), 1e-5, "gradient")
+    assert_close(
+        block.gradient(rows), block.to_matrix([want]), 1e-5, "gradient"
+    )
 
 
 @pytest.mark.parametrize("padding", ["valid", "same"])
 def test_images_of_dynamic_size(padding: str) -> None:
-    """A trace for dynamic sizes returns the rows of static sizes."""
+    """A trace for dynamic sizes returns the factors of static sizes."""
     layer = layers.Conv2DTranspose(2, 3, 2, padding=padding, name="up")
     block = block_of(layer, (None, None, 2))
 
-    def rows(x: tf.Tensor, g: tf.Tensor) -> Any:
-        result = block.rows(Record(x, g))
-        return result.a, result.g
+    def totals(x: tf.Tensor, g: tf.Tensor) -> Any:
+        layers = {0: (block, [Record(x, g)])}
+        sums = batch_statistics(layers, BatchSettings("expand"))[0]
+        return sums["A"].total, sums["G"].total
 
     unknown = tf.TensorSpec((None, None, None, 2))
-    traced = tf.function(rows, input_signature=[unknown, unknown])
+    traced = tf.function(totals, input_signature=[unknown, unknown])
     for shape in ((3, 4, 2), (5, 2, 2)):
         x = tf.constant(make_input("", shape, BATCH))
         g = tf.constant(targets(layer, x))
-        for got, want in zip(traced(x, g), rows(x, g), strict=True):
-            np.testing.assert_array_equal(got, want)
+        for got, want in zip(traced(x, g), totals(x, g), strict=True):
+            assert_close(got, want, 1e-6, "total")
 
 
 # ------------------------------------------------------------- A by correlation
@@ -253,7 +262,7 @@ def test_gram_of_a_layer(case: str) -> None:
     assert (rows.gram is not None) == (case in CORRELATED)
     if rows.gram is None:
         return
-    a = np.asarray(rows.a, np.float64)
     total, count = rows.gram()
-    assert float(count) == a.shape[0] * a.shape[1]
-    assert_close(total, np.einsum("bs...i,bs...j->...ij", a, a), FACTOR_RTOL)
+    want = block.input_statistic(rows.a, None, "expand")
+    assert float(count) == float(want.count)
+    assert_close(total, want.total, FACTOR_RTOL)

@@ -16,7 +16,7 @@ from tests.support.layer_cases import DENSE, EMBEDDING, LINEAR, make_input
 from tests.support.layer_models import expected_factors
 from tests.support.layer_views import View, view_of
 from tests.support.reference import Array
-from tfkfac.blocks import Block, Record, statistics
+from tfkfac.blocks import Block, Record, patches, statistics
 from tfkfac.blocks.registry import build_registry
 
 BATCH = 6
@@ -66,7 +66,11 @@ def row_cases(case: str, x: Array) -> dict[str, tuple[Any, Any, Any, Any]]:
     ("case", "dtype"),
     zip(LINEAR, ["float32", "float64"] * len(LINEAR), strict=False),
 )
-def test_statistics(case: str, dtype: str) -> None:
+def test_statistics(
+    case: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Several slices for each convolution, with a shorter last slice.
+    monkeypatch.setattr(patches, "_SLICE_ELEMENTS", 500)
     layer, block = build(case, dtype)
     view, rtol = view_of(layer), 1e-5 if dtype == "float32" else 1e-12
     x = make_input(case, LINEAR[case][1], BATCH)

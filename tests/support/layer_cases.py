@@ -54,7 +54,7 @@ CONV: dict[str, Case] = {
     "conv2d_dilated_same":
         (conv2d(2, 3, dilation_rate=(2, 1), **SAME), (6, 5, 2)),
     "conv2d_kernel_wider_than_input": (conv2d(2, 5, **SAME), (3, 2, 1)),
-    # Large enough for A by correlations, see `blocks/patches.py`.
+    # Large enough for A by correlations, see `blocks/correlation.py`.
     "conv2d_correlated": (conv2d(2, 3, **SAME), (14, 14, 4)),
     "conv2d_1x1": (conv2d(3, 1), (3, 3, 4)),
     "conv3d_same":

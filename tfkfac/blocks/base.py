@@ -10,14 +10,17 @@ last row.
 """
 
 import abc
+import dataclasses
 import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 from typing_extensions import override
 
+from tfkfac.blocks.patches import Patches
 from tfkfac.blocks.rows import (
     LayerGradient,
     RowGradient,
@@ -165,7 +168,14 @@ class Block(abc.ABC):
         """Gradient matrix `sum a g^T` of the rows."""
         if rows.a is None:
             return tf.reduce_sum(rows.g, [0, 1])[..., None, :]
-        return tf.einsum("bs...i,bs...o->...io", rows.a, rows.g)
+        a, g, shape = rows.a, rows.g, self.gradient_shape
+        if isinstance(a, Patches):
+            product = functools.partial(tf.einsum, "n...i,n...o->...io")
+            return a.sum(product, shape, g)
+        if isinstance(g, Patches):
+            product = functools.partial(tf.einsum, "no,ni->io")
+            return g.sum(product, shape, a)
+        return tf.einsum("bs...i,bs...o->...io", a, g)
 
     def input_multiplications(
         self, inputs: Sequence[int | None], rows: int
@@ -179,28 +189,46 @@ class Block(abc.ABC):
         return rows * self.factors["A"].multiplications
 
     def input_statistic(
-        self, a: tf.Tensor, weights: tf.Tensor | None, sharing: str
+        self, a: Any, weights: tf.Tensor | None, sharing: str
     ) -> Statistic:
         """Sum `a a^T` over the rows with nonzero weight, and count these rows.
 
         "reduce" and "average" use the mean over the positions of an example.
         """
+        factor = self.factors["A"]
+        if isinstance(a, Patches):
+            a = dataclasses.replace(a, weights=weights)
+            if sharing == "expand":
+                return Statistic(a.gram(factor), a.count())
+            sums, counts = a.position_sums()
+            means = tf.math.divide_no_nan(sums, counts)
+            count = tf.reduce_sum(tf.cast(counts > 0, self.dtype))
+            return Statistic(factor.gram(means), count)
         a, count = weigh(a, weights, self.dtype)
         if sharing != "expand":
             a, count = average_positions(a, weights, self.dtype)
-        return Statistic(self.factors["A"].gram(a), count)
+        return Statistic(factor.gram(a), count)
 
-    def output_statistic(self, g: tf.Tensor, sharing: str) -> tf.Tensor:
+    def output_statistic(self, g: Any, sharing: str) -> tf.Tensor:
         """Sum of `g g^T` over rows.
 
         "reduce" uses the sum over the positions of an example, "average" the
         mean.
         """
+        factor = self.factors["G"]
+        if isinstance(g, Patches):
+            if sharing == "expand":
+                return g.gram(factor)
+            sums, counts = g.position_sums()
+            is_mean = sharing == "average"
+            return factor.gram(
+                tf.math.divide_no_nan(sums, counts) if is_mean else sums
+            )
         if sharing == "reduce":
             g = tf.reduce_sum(g, 1, keepdims=True)
         elif sharing == "average":
             g = tf.reduce_mean(g, 1, keepdims=True)
-        return self.factors["G"].gram(g)
+        return factor.gram(g)
 
     def dense(self, values: Mapping[str, tf.Tensor]) -> tf.Tensor:
         """Materialise the block as a matrix, for tests on small layers.

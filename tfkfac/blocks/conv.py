@@ -8,24 +8,18 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks.base import MatrixBlock, PerExampleBlock
-from tfkfac.blocks.patches import (
-    Geometry,
+from tfkfac.blocks.correlation import (
     channel_grams,
     costs,
-    extract_patches,
     is_cheaper,
     patch_gram,
 )
-from tfkfac.blocks.rows import (
-    Rows,
-    Statistic,
-    fold_axes,
-    fold_positions,
-    size_of,
-)
+from tfkfac.blocks.patches import Geometry, Patches
+from tfkfac.blocks.rows import Rows, Statistic, fold_positions
 from tfkfac.capture.taps import Record
 from tfkfac.compat.functions import TraceKey, shared_call
 from tfkfac.factors import Dense, Stack
+from tfkfac.linalg.tensors import size_of
 
 
 class ConvBlock(MatrixBlock):
@@ -72,7 +66,7 @@ class ConvBlock(MatrixBlock):
 
     @override
     def rows(self, record: Record) -> Rows:
-        inputs = self.cast(record.inputs)
+        inputs = record.inputs
         g = self._gradients(channels_last(self.layer, record.gradient))
         if self.groups:
             g = split_features(g, self.groups)
@@ -83,15 +77,16 @@ class ConvBlock(MatrixBlock):
     def _gradients(self, gradient: tf.Tensor) -> tf.Tensor:
         return fold_positions(self.cast(gradient))
 
-    def _patches(self, inputs: tf.Tensor) -> tf.Tensor:
+    def _patches(self, inputs: tf.Tensor) -> tf.Tensor | Patches:
         if self._is_pointwise:
-            return self.with_bias(fold_positions(inputs))
-        slices = conv_slices(self.layer, inputs)
-        if self.groups:
-            return self.with_bias(split_channels(slices, self.groups))
-        # Append the bias column in the same concatenation, to save a copy.
-        ones = [tf.ones_like(slices[0][..., :1])] if self._bias else []
-        return fold_positions(tf.concat(slices + ones, -1))
+            return self.with_bias(fold_positions(self.cast(inputs)))
+        return Patches(
+            channels_last(self.layer, inputs),
+            _geometry(self.layer),
+            self.dtype,
+            self.groups,
+            bool(self._bias),
+        )
 
     @override
     def input_multiplications(
@@ -115,7 +110,8 @@ class ConvBlock(MatrixBlock):
         layer = self.layer
         if not _is_image(layer) or not isinstance(self.factors["A"], Dense):
             return None
-        images, geometry = _as_image(layer, inputs), _image_geometry(layer)
+        images = _as_image(layer, self.cast(inputs))
+        geometry = _image_geometry(layer)
         if not is_cheaper(images.shape, geometry):
             return None
         bias = bool(self._bias)
@@ -147,7 +143,8 @@ class DepthwiseConvBlock(ConvBlock):
             or not isinstance(self.factors["A"], Stack)
         ):
             return None
-        images, geometry = _as_image(layer, inputs), _image_geometry(layer)
+        images = _as_image(layer, self.cast(inputs))
+        geometry = _image_geometry(layer)
         # `channel_grams` needs equal strides; height 1 allows any stride.
         geometry = geometry._replace(strides=(stride, stride))
         return lambda: channel_grams(images, geometry, bool(self._bias))
@@ -185,14 +182,17 @@ class SeparablePointwiseBlock(MatrixBlock):
 
     @override
     def rows(self, record: Record) -> Rows:
-        slices = conv_slices(self.layer, self.cast(record.inputs))
-        kernel = self.cast(self.layer.depthwise_kernel)
-        *_, channels, multiplier = kernel.shape
-        kernels = tf.unstack(tf.reshape(kernel, [-1, channels, multiplier]))
-        pairs = zip(slices, kernels, strict=True)
+        layer = self.layer
         # Recompute the depthwise output, the input of the pointwise kernel.
-        inputs = tf.add_n([pixels[..., None] * k for pixels, k in pairs])
-        a = fold_axes(inputs, inputs.shape.rank - 3, channels * multiplier)
+        inputs = keras.ops.depthwise_conv(
+            channels_last(layer, self.cast(record.inputs)),
+            self.cast(layer.depthwise_kernel),
+            layer.strides,
+            layer.padding,
+            "channels_last",
+            layer.dilation_rate,
+        )
+        a = fold_positions(inputs)
         gradient = channels_last(self.layer, self.cast(record.gradient))
         return Rows(self.with_bias(a), fold_positions(gradient), None)
 
@@ -228,29 +228,6 @@ def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
         return tensor
     rank = tensor.shape.rank
     return tf.transpose(tensor, [0, *range(2, rank), 1])
-
-
-def conv_slices(layer: keras.layers.Layer, image: tf.Tensor) -> list[tf.Tensor]:
-    """Slice an image at each offset of the layer's kernel."""
-    geometry = _geometry(layer)
-    return shared_call(
-        ("patches", geometry),
-        lambda images: extract_patches(images, geometry),
-        channels_last(layer, image),
-    )
-
-
-def split_channels(slices: Sequence[tf.Tensor], groups: int) -> tf.Tensor:
-    """Return patches `(batch, shared, groups, offsets * group channels)`."""
-    offsets, channels = len(slices), slices[0].shape[-1] // groups
-    patches = fold_positions(tf.concat(slices, -1))
-    shape = tf.shape(patches)[:2]
-    split = tf.concat([shape, [offsets, groups, channels]], 0)
-    patches = tf.transpose(tf.reshape(patches, split), [0, 1, 3, 2, 4])
-    joined = tf.concat([shape, [groups, offsets * channels]], 0)
-    return tf.ensure_shape(
-        tf.reshape(patches, joined), [None, None, groups, offsets * channels]
-    )
 
 
 def split_features(rows: tf.Tensor, groups: int) -> tf.Tensor:
@@ -292,12 +269,9 @@ class ConvTransposeBlock(MatrixBlock):
     @override
     def rows(self, record: Record) -> Rows:
         inputs = channels_last(self.layer, self.cast(record.inputs))
-        patches = conv_slices(self.layer, self.cast(record.gradient))
-        return Rows(
-            fold_positions(inputs),
-            fold_positions(tf.concat(patches, -1)),
-            None,
-        )
+        gradient = channels_last(self.layer, record.gradient)
+        patches = Patches(gradient, _geometry(self.layer), self.dtype)
+        return Rows(fold_positions(inputs), patches, None)
 
 
 class ConvTransposeBiasBlock(PerExampleBlock):

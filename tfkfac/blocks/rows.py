@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.linalg.tensors import select
+from tfkfac.linalg.tensors import select, size_of
 
 
 class Statistic(NamedTuple):
@@ -32,7 +32,8 @@ class Rows:
             for the bias. For an embedding, integer tokens `(batch, shared)`.
             None for a block without factor A. A function that returns the
             inputs delays a large computation until it is needed.
-        g: Gradients `(batch, shared, [groups,] outputs)`.
+        g: Gradients `(batch, shared, [groups,] outputs)`. Like the inputs, they
+            may be `Patches` in place of a tensor.
         mask: Bool `(batch, shared)`, False for padding; or None.
         gram: Function that returns the sum of `a a^T` over all rows and their
             number without computing `a`. Defaults to None.
@@ -40,8 +41,8 @@ class Rows:
 
     def __init__(
         self,
-        a: tf.Tensor | Callable[[], tf.Tensor] | None,
-        g: tf.Tensor,
+        a: Any,
+        g: Any,
         mask: tf.Tensor | None,
         gram: Callable[[], Statistic] | None = None,
     ) -> None:
@@ -51,7 +52,7 @@ class Rows:
         self.gram = gram
 
     @property
-    def a(self) -> tf.Tensor | None:
+    def a(self) -> Any:
         """Inputs, computed at the first use."""
         if callable(self._a):
             self._a = self._a()
@@ -101,13 +102,6 @@ def fold_positions(tensor: tf.Tensor) -> tf.Tensor:
     if tensor.shape.rank == 2:
         return tf.expand_dims(tensor, 1)
     return fold_axes(tensor, tensor.shape.rank - 2, size_of(tensor, -1))
-
-
-def size_of(tensor: tf.Tensor, axis: int) -> Any:
-    """Size of an axis; a Python integer if it is static."""
-    size = tensor.shape[axis]
-    # Use `tf.unstack`: indexing adds three constants to the graph.
-    return tf.unstack(tf.shape(tensor))[axis] if size is None else size
 
 
 def with_shape(tensor: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:

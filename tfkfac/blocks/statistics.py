@@ -16,9 +16,12 @@ from typing import Any, NamedTuple, TypeVar
 import tensorflow as tf
 
 from tfkfac.blocks.base import Block
-from tfkfac.blocks.rows import Rows, Statistic, size_of
+from tfkfac.blocks.patches import Patches
+from tfkfac.blocks.rows import Rows, Statistic
 from tfkfac.capture.taps import Record
 from tfkfac.compat.functions import TraceKey, shared_call
+from tfkfac.compat.graphs import in_xla
+from tfkfac.linalg.tensors import size_of
 
 # Default subsample: 1/4 of the batch, at least 64 examples over all workers.
 # Statistics of fewer examples cost accuracy and hardly save time.
@@ -79,10 +82,12 @@ class Examples:
             any_size=True,
         )
 
-    def of(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
+    def of(self, tensor: Any) -> Any:
         """Select examples of a tensor, whose first axis has batch size or 1."""
         if tensor is None:
             return None
+        if isinstance(tensor, Patches):
+            return tensor.select(self.of)
         selected = shared_call(
             "take examples", _gather, tensor, self._indices, any_size=True
         )
@@ -92,7 +97,15 @@ class Examples:
 
 def _gather(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
     size = tf.shape(tensor, tf.int64)[0]
-    return tf.gather(tensor, indices % tf.maximum(size, 1))
+
+    def selected() -> tf.Tensor:
+        return tf.gather(tensor, indices % tf.maximum(size, 1))
+
+    if in_xla():  # branches of different shapes are not compiled
+        return selected()
+    # Do not copy a whole batch.
+    is_whole = tf.equal(tf.size(indices, tf.int64), size)
+    return tf.cond(is_whole, lambda: tensor, selected)
 
 
 def _is_plain(record: Record) -> bool:
@@ -301,7 +314,8 @@ def _rows(
         )
         return block.rows(selected), size, examples
     rows = block.rows(record)
-    size = size_of(rows.g, 0)
+    is_sliced = isinstance(rows.g, Patches)
+    size = rows.g.examples if is_sliced else size_of(rows.g, 0)
     if subsample is None:
         return rows, size, None
     examples = Examples(size, subsample)
@@ -330,14 +344,17 @@ def _row_weights(
     """
     if not weightless and rows.mask is None:
         return None
-    shape = tf.stack([size, tf.shape(rows.g)[1]])
+    if isinstance(rows.g, Patches):
+        no_gradient = rows.g.are_zero()
+    else:
+        features = list(range(2, rows.g.shape.rank))
+        no_gradient = tf.reduce_all(tf.equal(rows.g, 0), features)
+    shape = tf.stack([size, tf.shape(no_gradient)[1]])
     flags = [_broadcast_positions(w, shape) for w in weightless]
     if examples is not None:
         flags = [examples.of(flag) for flag in flags]
     if rows.mask is not None:
         flags.append(tf.logical_not(rows.mask))
-    features = list(range(2, rows.g.shape.rank))
-    no_gradient = tf.reduce_all(tf.equal(rows.g, 0), features)
     no_weight = tf.reduce_any(tf.stack(flags), 0)
     return tf.cast(
         tf.logical_not(tf.logical_and(no_weight, no_gradient)), block.dtype

@@ -1,5 +1,6 @@
 """Block of the inner layer of a `keras.layers.TimeDistributed`."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks.base import Block
+from tfkfac.blocks.patches import Patches
 from tfkfac.blocks.rows import Rows, Statistic
 from tfkfac.capture.model_taps import paused
 from tfkfac.capture.taps import Record
@@ -89,12 +91,12 @@ class TimeDistributedBlock(Block):
 
     @override
     def input_statistic(
-        self, a: tf.Tensor, weights: tf.Tensor | None, sharing: str
+        self, a: Any, weights: tf.Tensor | None, sharing: str
     ) -> Statistic:
         return self._block.input_statistic(a, weights, sharing)
 
     @override
-    def output_statistic(self, g: tf.Tensor, sharing: str) -> tf.Tensor:
+    def output_statistic(self, g: Any, sharing: str) -> tf.Tensor:
         return self._block.output_statistic(g, sharing)
 
     @override
@@ -115,8 +117,10 @@ def fold(tensor: tf.Tensor) -> tf.Tensor:
     )
 
 
-def unfold(rows: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
+def unfold(rows: Any, shape: tf.Tensor) -> Any:
     """Invert `fold` for rows; `shape` is `(batch, time)`."""
+    if isinstance(rows, Patches):
+        return dataclasses.replace(rows, times=shape[1])
     folded = tf.shape(rows)
     unfolded = tf.concat([[shape[0], shape[1] * folded[1]], folded[2:]], 0)
     return tf.ensure_shape(

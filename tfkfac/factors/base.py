@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import ClassVar, Literal
 
 import tensorflow as tf
@@ -218,6 +218,12 @@ class Factor(abc.ABC):
         Returns:
             The stored tensor of the sum.
         """
+
+    def repeated_gram(
+        self, dtype: tf.DType
+    ) -> Callable[[tf.Tensor], tf.Tensor]:
+        """Return `gram` for a loop; constants are computed once, here."""
+        return self.gram
 
     @abc.abstractmethod
     def mean_eigenvalue(self, value: tf.Tensor) -> tf.Tensor:

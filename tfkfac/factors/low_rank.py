@@ -9,6 +9,7 @@ approximation `Y (Omega^T Y)^-1 Y^T` recovers the leading part of the spectrum
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
@@ -135,13 +136,26 @@ class LowRank(Factor):
     @override
     def gram(self, rows: tf.Tensor) -> tf.Tensor:
         rows = tf.reshape(rows, [-1, *self.stack_shape, self.size])
-        return shared_call(("sketch", self), self._sketch, rows)
+        return shared_call(
+            ("sketch", self),
+            lambda rows: self.repeated_gram(rows.dtype)(rows),
+            rows,
+        )
 
-    def _sketch(self, rows: tf.Tensor) -> tf.Tensor:
-        """Sketch `sum x x^T` over rows x, `(n, *stack_shape, size)`."""
+    @override
+    def repeated_gram(
+        self, dtype: tf.DType
+    ) -> Callable[[tf.Tensor], tf.Tensor]:
+        return functools.partial(
+            self._sketch, columns=probes(self.size, self.rank, dtype)
+        )
+
+    def _sketch(self, rows: tf.Tensor, columns: tf.Tensor) -> tf.Tensor:
+        """Sketch `sum x x^T` over rows x; `columns` is Omega."""
+        rows = tf.reshape(rows, [-1, *self.stack_shape, self.size])
         if self.stack_shape:
             rows = tf.transpose(rows, [1, 0, 2])
-        projected = tf.matmul(rows, probes(self.size, self.rank, rows.dtype))
+        projected = tf.matmul(rows, columns)
         sketch = tf.matmul(rows, projected, transpose_a=True)
         mean = tf.reduce_sum(tf.square(rows), [-2, -1]) / self.size
         last = tf.broadcast_to(

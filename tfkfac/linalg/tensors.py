@@ -1,6 +1,7 @@
-"""Finiteness checks, selection by a flag, stacking, machine epsilon."""
+"""Finiteness checks, selection by a flag, stacking, sizes, epsilon."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -51,3 +52,10 @@ def stack_scalars(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
 def rounding(dtype: tf.DType) -> float:
     """Return the machine epsilon of float64, or of float32 for other dtypes."""
     return 2.0**-52 if dtype == tf.float64 else 2.0**-23
+
+
+def size_of(tensor: tf.Tensor, axis: int) -> Any:
+    """Size of an axis; a Python integer if it is static."""
+    size = tensor.shape[axis]
+    # Use `tf.unstack`: indexing adds three constants to the graph.
+    return tf.unstack(tf.shape(tensor))[axis] if size is None else size
