@@ -60,6 +60,11 @@ class Examples:
     """
 
     def __init__(self, size: int | tf.Tensor, subsample: Subsample) -> None:
+        self._is_static = isinstance(size, int)
+        self._is_whole = isinstance(size, int) and (
+            size <= subsample.min_examples or subsample.fraction == 1
+        )
+
         def choose(
             size: tf.Tensor, offset: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -88,8 +93,14 @@ class Examples:
             return None
         if isinstance(tensor, Patches):
             return tensor.select(self.of)
+        if self._is_whole:
+            return tensor
         selected = shared_call(
-            "take examples", _gather, tensor, self._indices, any_size=True
+            ("take examples", self._is_static),
+            _gather if self._is_static else _gather_part,
+            tensor,
+            self._indices,
+            any_size=True,
         )
         selected.set_shape([None, *tensor.shape[1:]])
         return selected
@@ -97,15 +108,15 @@ class Examples:
 
 def _gather(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
     size = tf.shape(tensor, tf.int64)[0]
+    return tf.gather(tensor, indices % tf.maximum(size, 1))
 
-    def selected() -> tf.Tensor:
-        return tf.gather(tensor, indices % tf.maximum(size, 1))
 
-    if in_xla():  # branches of different shapes are not compiled
-        return selected()
-    # Do not copy a whole batch.
-    is_whole = tf.equal(tf.size(indices, tf.int64), size)
-    return tf.cond(is_whole, lambda: tensor, selected)
+def _gather_part(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
+    """Gather examples, without a copy if all are selected."""
+    if in_xla():  # It does not compile branches of different shapes.
+        return _gather(tensor, indices)
+    is_whole = tf.equal(tf.size(indices), tf.shape(tensor)[0])
+    return tf.cond(is_whole, lambda: tensor, lambda: _gather(tensor, indices))
 
 
 def _is_plain(record: Record) -> bool:

@@ -21,6 +21,7 @@ from tfkfac.curvature.gauss_newton import (
     gauss_newton_form,
     penalty_form,
 )
+from tfkfac.linalg.tensors import size_of
 from tfkfac.loss.batch import LossBatch, find_call, stateless
 from tfkfac.loss.shares import LossMeasure
 
@@ -57,7 +58,7 @@ class LossInputs:
         call = dataclasses.replace(call, outputs=None)
         return cls(call, arguments, loss.shares, summed)
 
-    def select(self, choose: Callable[[tf.Tensor], Any]) -> Self:
+    def select(self, choose: Callable[[Any], Any]) -> Self:
         """Select some examples that represent the whole batch.
 
         `choose` maps the batch size to `blocks.statistics.Examples`. All
@@ -73,7 +74,7 @@ class LossInputs:
         are_separate = _are_separate(leaves)
         if are_separate is False:
             return self
-        selection = choose(tf.shape(leaves[0])[0])
+        selection = choose(size_of(leaves[0], 0))
         weight = selection.weight
 
         def take(leaf: Any) -> Any:
