@@ -160,8 +160,19 @@ def test_natural_steps_fall_from_a_tenth() -> None:
 def test_length_counts_updates_of_accumulated_gradients() -> None:
     """Two updates of three batches; two batches are left."""
     optimizer = tfkfac.KFAC(step="spectral", gradient_accumulation_steps=3)
-    rates = fit(compiled(optimizer))
+    model = compiled(optimizer)
+    rates = fit(model)
     assert rates == pytest.approx([1, 1, 1, 0.5, 0.5, 0.5, 0, 0])
+    # The two batches and the first of the next `fit` make its first update.
+    model.evaluate(X, Y, verbose=0)
+    assert fit(model, epochs=1) == pytest.approx([1, 0.5, 0.5, 0.5])
+
+
+def test_micro_batches_left_by_epochs_of_unknown_length() -> None:
+    """Four updates of three batches in three epochs of four batches."""
+    optimizer = tfkfac.KFAC(step="spectral", gradient_accumulation_steps=3)
+    rates = fit(compiled(optimizer), x=unknown_length(), epochs=3)
+    assert rates == pytest.approx([1] * 6 + [2 / 3] * 3 + [1 / 3] * 3)
 
 
 @pytest.mark.slow

@@ -398,6 +398,12 @@ class KFACMethod(Method):
         return covered + [v for _, v in self._rule.plain_matrices(registry)]
 
     @override
+    def accumulation(self) -> tuple[int, int]:
+        pending = self.states[0].pending if self.states else None
+        count = 0 if pending is None else int(pending.count.numpy())
+        return self.settings.gradient_accumulation_steps or 1, count
+
+    @override
     def agreement(self) -> dict[str, Any]:
         return self.placement.registry.agreement()
 

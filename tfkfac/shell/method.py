@@ -57,6 +57,10 @@ class Method(abc.ABC):
         """Return the replicas that average a loss with `rank`; default: all."""
         return tuple(range(self.job.topology.replicas))
 
+    def accumulation(self) -> tuple[int, int]:
+        """Return the micro-batches per update, and those since the last one."""
+        return 1, 0
+
     def agreement(self) -> dict[str, Any]:
         """Return JSON values by name that must be equal on all workers."""
         return {}

@@ -51,8 +51,8 @@ class Supervision(keras.callbacks.Callback):
         self._is_alone = True
         self._frequencies: set[str | int | None] = set()
         self._batches = 0
-        # Number of updates before `fit`, while its length is unknown.
-        self._first_update: int | None = None
+        # Number of batches before `fit`, while its length is unknown.
+        self._first_batch: int | None = None
         # `plan.end` at the start of `fit`; loading a backup changes `plan.end`.
         self._previous_end: int | None = None
         self._events_before: collections.Counter[tuple[str, int]]
@@ -98,16 +98,17 @@ class Supervision(keras.callbacks.Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._first_update is not None:
-            # The number of updates per epoch is known after the first epoch.
+        if self._first_batch is not None:
+            # The number of batches per epoch is known after the first epoch.
             plan, now = self._optimizer.plan, self._optimizer.num_updates
             epochs = self.params["epochs"]
-            num_left = (epochs - epoch - 1) * (now - self._first_update)
+            batches = self._num_batches() - self._first_batch
+            num_left = self._count_updates((epochs - epoch - 1) * batches)
             if plan.end is None:
                 plan.begin(now, num_left, epochs)
             else:
                 plan.move_end(now, num_left, 0)
-            self._first_update = None
+            self._first_batch = None
         self._count_events()
         if not self._is_alone:
             comparison.compare_bits(self._optimizer)
@@ -155,6 +156,19 @@ class Supervision(keras.callbacks.Callback):
             [{"callbacks": worker["callbacks"]} for worker in workers],
         )
 
+    def _num_batches(self) -> int:
+        """Return the number of batches of all updates, and those since then."""
+        per_update, pending = self._optimizer.method.accumulation()
+        return self._optimizer.num_updates * per_update + pending
+
+    def _count_updates(self, batches: int) -> int:
+        """Return the number of updates in the next `batches` batches.
+
+        Micro-batches of an earlier `fit` since its last update count.
+        """
+        per_update, pending = self._optimizer.method.accumulation()
+        return (pending + batches) // per_update
+
     def _plan_run(self, epoch: int, epochs: int, steps: int | None) -> None:
         """Begin the plan of `FitDecay`, or continue the plan of a backup.
 
@@ -183,11 +197,9 @@ class Supervision(keras.callbacks.Callback):
             if not is_resumed:
                 plan.begin(now, 0, epochs)
                 self._warn_of_constant_rate(epochs - epoch)
-            self._first_update = now
+            self._first_batch = self._num_batches()
             return
-        # FOSI and GaussNewton do not accumulate gradients.
-        batches = getattr(self._optimizer, "gradient_accumulation_steps", None)
-        num_left = max((epochs - epoch) * steps // (batches or 1), 1)
+        num_left = max(self._count_updates((epochs - epoch) * steps), 1)
         if is_resumed:
             plan.move_end(now, num_left, steps)
         else:
