@@ -108,6 +108,25 @@ def test_micro_batches_equal_one_batch(case: str) -> None:
     assert_same(*trained)
 
 
+def test_curvature_of_as_many_examples_as_of_one_batch() -> None:
+    """Rho is that of a quarter of the large batch, here 3 of 12 rows.
+
+    The micro-batches of a step are equal, and a quarter of the large batch has
+    each of the three rows once.
+    """
+    x, y = data()
+    trained = []
+    for steps in (4, None):
+        optimizer = kfac(**SPECTRAL, gradient_accumulation_steps=steps)
+        model = model_of(optimizer)
+        for begin in range(0, 3 * STEPS, 3):
+            rows = [*range(begin, begin + 3)] * (1 if steps else 4)
+            for _ in range(steps or 1):
+                model.train_on_batch(x[rows], y[rows])
+        trained.append(model)
+    assert_same(*trained)
+
+
 def test_accumulation_moves_from_the_inner_optimizer() -> None:
     inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
     optimizer = tfkfac.KFAC(inner)

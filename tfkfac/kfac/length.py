@@ -17,8 +17,9 @@ over the blocks, or over all matrices of a model without blocks, and
 
 corrects it for all D, also of matrices without a block, by the Gauss-Newton
 matrix F of a quarter of the batch, or of the whole batch if the model may
-depend on the batch size. So kappa is the square root of about twice the change
-of the predictions in nats.
+depend on the batch size. With micro-batches, the examples are those of the last
+one, or some of them. So kappa is the square root of about twice the change of
+the predictions in nats.
 `w = min(1, t / 10)` in step t: the first factors are rough.
 
 The lower bound of r is f c. In general f is 0.006. Models with recurrent layers
@@ -75,7 +76,7 @@ _SHORT_RUN = 400
 _MIN_RATIO = 1e-3
 # steps: compute `D^T F D` in each of the first 100, then in every 10th
 _EARLY, _INTERVAL = 100, 10
-# Fraction of the batch from which `D^T F D` is computed.
+# Fraction of the batch of a step from which `D^T F D` is computed.
 _BATCH_FRACTION = 0.25
 # Key of the warning, so that different reasons do not repeat the warning.
 _NO_CURVATURE = "no curvature"
@@ -90,14 +91,19 @@ class Batch(NamedTuple):
     """Returns `D^T F D` of a direction; 0 if it cannot be computed."""
 
     @classmethod
-    def of(cls, step: Step, advise: Callable[[str, str], None]) -> "Batch":
+    def of(
+        cls, step: Step, advise: Callable[[str, str], None], micro_batches: int
+    ) -> "Batch":
         """Create the inputs of the formula from the batch of a step.
 
         Args:
             step: The step.
             advise: Function of a warning and its key. It issues the first
                 warning of each key.
+            micro_batches: Number of micro-batches of a step. F is then that of
+                the last one, of as many examples as a quarter of all has.
         """
+        fraction = min(micro_batches * _BATCH_FRACTION, 1.0)
         job, loss = step.job, step.loss
         replicas = job.topology.replicas
         labels = weighted(label_count(loss.losses) / replicas, loss.share)
@@ -133,8 +139,8 @@ class Batch(NamedTuple):
             (form,) = step.group.all_reduce([local_curvature(directions)])
             return form
 
-        def choose(size: tf.Tensor) -> Examples:
-            return Examples(size, Subsample(_BATCH_FRACTION, job.clock))
+        def choose(size: int | tf.Tensor) -> Examples:
+            return Examples(size, Subsample(fraction, job.clock))
 
         return cls(labels, curvature)
 

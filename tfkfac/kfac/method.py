@@ -102,7 +102,9 @@ class KFACMethod(Method):
                 report.unseen_loss_warning(self.job, rule.without_loss)
             )
         statistics = self.statistics(layers, step)
-        batch = self._rule.read(step, self._advise)
+        batch = self._rule.read(
+            step, self._advise, self.settings.gradient_accumulation_steps or 1
+        )
         if state.pending is None:
             self.update(layers, step, statistics, batch)
         else:

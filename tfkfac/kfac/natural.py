@@ -87,7 +87,7 @@ class Natural:
 
     # ------------------------------------------------------------ the step
     def read(
-        self, step: Step, advise: Callable[[str, str], None]
+        self, step: Step, advise: Callable[[str, str], None], micro_batches: int
     ) -> Batch | None:
         """Return the batch values that `gradients` needs; None by default."""
         return None

@@ -103,8 +103,10 @@ class Spectral(Natural):
         return plain_matrices(registry.leftovers)
 
     @override
-    def read(self, step: Step, advise: Callable[[str, str], None]) -> Batch:
-        return Batch.of(step, advise)
+    def read(
+        self, step: Step, advise: Callable[[str, str], None], micro_batches: int
+    ) -> Batch:
+        return Batch.of(step, advise, micro_batches)
 
     @override
     def scalars(self, step: Step, batch: Batch | None) -> list[tf.Tensor]:
