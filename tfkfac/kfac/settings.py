@@ -287,9 +287,9 @@ def choose_optimizers(
     if isinstance(inner, _ADAPTIVE):
         warnings.warn(
             f"{type(inner).__name__} as `inner_optimizer` rescales each "
-            "element of the preconditioned gradient, which undoes most of the "
-            "preconditioning. Use `KFAC()`, or `KFAC(rest_optimizer=...)` for "
-            "the weights without a block.",
+            "element of the preconditioned gradient. `KFAC()` trains better: "
+            "use it, or `KFAC(rest_optimizer=...)` for the weights without a "
+            "block.",
             stacklevel=3,
         )
     if step == "spectral":
