@@ -58,12 +58,17 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_own_model(
     tmp_path: Any, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three equal layers on two workers: six factors, or three layers."""
+    """Three equal layers on two workers: six factors, or three layers.
+
+    A model without blocks has no speed-up.
+    """
     (tmp_path / "own.py").write_text(
         "from keras import Input, Sequential, layers\n"
         "def make():\n"
         "    dense = [layers.Dense(300, use_bias=False) for _ in range(3)]\n"
         "    return Sequential([Input((300,)), *dense])\n"
+        "def uncovered():\n"
+        "    return Sequential([Input((4, 3)), layers.GRU(3)])\n"
     )
     monkeypatch.chdir(tmp_path)
     words = ["--model", "own:make", *CLUSTER, "--workers", "2"]
@@ -81,6 +86,8 @@ def test_own_model(
             "mem_opt": "1.5",
             "dp_kfac": "1.5",
         }
+    plan.main(["--model", "own:uncovered", *CLUSTER, "--workers", "2"])
+    assert "0 blocks: 0.00 M elements" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("tiny")

@@ -145,7 +145,7 @@ class Patches:
         dtype: Dtype of the rows.
         groups: Number of groups of channels; 0 if rows have no group axis.
         bias: True to append a one to each row.
-        times: Number of images of an example. Defaults to 1.
+        images_per_example: Number of images of an example. Defaults to 1.
         weights: Weights of the rows, 1 or 0. Defaults to None, for 1.
     """
 
@@ -154,13 +154,13 @@ class Patches:
     dtype: tf.DType
     groups: int = 0
     bias: bool = False
-    times: int | tf.Tensor = 1
+    images_per_example: int | tf.Tensor = 1
     weights: tf.Tensor | None = None
 
     @property
     def examples(self) -> Any:
         """Number of examples."""
-        return size_of(self.images, 0) // self.times
+        return size_of(self.images, 0) // self.images_per_example
 
     def count(self) -> tf.Tensor:
         """Number of rows of weight 1."""
@@ -246,7 +246,10 @@ class Patches:
         """Return the patches of the examples that `choose` selects."""
         sizes = [size_of(self.images, i) for i in range(self.images.shape.rank)]
         images = choose(
-            tf.reshape(self.images, [self.examples, self.times, *sizes[1:]])
+            tf.reshape(
+                self.images,
+                [self.examples, self.images_per_example, *sizes[1:]],
+            )
         )
         return dataclasses.replace(
             self, images=tf.reshape(images, [-1, *sizes[1:]])

@@ -113,7 +113,7 @@ def _gather(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
 
 def _gather_part(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
     """Gather examples, without a copy if all are selected."""
-    if in_xla():  # It does not compile branches of different shapes.
+    if in_xla():  # XLA does not compile branches of different shapes.
         return _gather(tensor, indices)
     is_whole = tf.equal(tf.size(indices), tf.shape(tensor)[0])
     return tf.cond(is_whole, lambda: tensor, lambda: _gather(tensor, indices))

@@ -120,7 +120,7 @@ def fold(tensor: tf.Tensor) -> tf.Tensor:
 def unfold(rows: Any, shape: tf.Tensor) -> Any:
     """Invert `fold` for rows; `shape` is `(batch, time)`."""
     if isinstance(rows, Patches):
-        return dataclasses.replace(rows, times=shape[1])
+        return dataclasses.replace(rows, images_per_example=shape[1])
     folded = tf.shape(rows)
     unfolded = tf.concat([[shape[0], shape[1] * folded[1]], folded[2:]], 0)
     return tf.ensure_shape(

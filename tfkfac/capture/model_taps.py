@@ -47,7 +47,7 @@ def capturing() -> bool:
 def is_nested() -> bool:
     """Return True in a `tf.cond`, a loop or a `tf.function` in a model call.
 
-    The tensors there are of another graph than the tensors of the step.
+    Tensors of such a graph cannot be used in the graph of the step.
     """
     places: Sequence[Any] = getattr(_state, "places", ())
     return bool(places) and places[0] != trace_place()

@@ -81,8 +81,8 @@ Recorder = Callable[[tf.Tensor, tf.Tensor | None], None]
 class TimedRecord(NamedTuple):
     """A record with the logical times of the call and of the gradient.
 
-    `is_inner` is True if a tape recorded the backward pass. The pass is then
-    part of a forward pass, for example the derivatives in a Sobolev loss.
+    `is_inner` is True if a tape recorded the backward pass. The pass
+    can then be part of a forward pass, as the derivatives in a Sobolev loss.
     """
 
     call_time: int

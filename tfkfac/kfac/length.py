@@ -15,11 +15,11 @@ over the blocks, or over all matrices of a model without blocks, and
 
     rho = max(new, 0.9 rho + 0.1 new),   new = D^T F D / sum |Q|^2
 
-corrects it for all D, also of matrices without a block, by the Gauss-Newton
-matrix F of a quarter of the batch, or of the whole batch if the model may
-depend on the batch size. With micro-batches, the examples are those of the last
-one, or some of them. So kappa is the square root of about twice the change of
-the predictions in nats.
+corrects the length of all D, including those of matrices without a block, by
+the Gauss-Newton matrix F of a quarter of the batch, or of the whole batch if
+the model may depend on the batch size. With micro-batches, F uses examples of
+the last micro-batch: as many as a quarter of the large batch has, or all. So
+kappa is the square root of about twice the change of the predictions in nats.
 `w = min(1, t / 10)` in step t: the first factors are rough.
 
 The lower bound of r is f c. In general f is 0.006. Models with recurrent layers
@@ -100,8 +100,8 @@ class Batch(NamedTuple):
             step: The step.
             advise: Function of a warning and its key. It issues the first
                 warning of each key.
-            micro_batches: Number of micro-batches of a step. F is then that of
-                the last one, of as many examples as a quarter of all has.
+            micro_batches: Number of micro-batches of a step. F uses the
+                fraction `min(1, micro_batches / 4)` of the last one.
         """
         fraction = min(micro_batches * _BATCH_FRACTION, 1.0)
         job, loss = step.job, step.loss

@@ -168,8 +168,9 @@ class KFAC(SecondOrderOptimizer):
             match is left to it too. None is all layers. Defaults to None.
         gradient_accumulation_steps: Number of micro-batches, at least 2, that
             make one step together, as if they were one batch: gradients and
-            statistics are added up, and all intervals count steps. None is 1.
-            The inner optimizer's setting is taken over.
+            statistics are added up, and all intervals count steps. Spectral
+            steps differ in one number: rho of their length comes from the last
+            micro-batch. None is 1. The inner optimizer's setting is taken over.
         max_skipped_steps: Number of consecutive steps with gradients that are
             not finite after which training raises an error on all workers, at
             least 1; see `check_skipped_steps`. None is no limit. Defaults to

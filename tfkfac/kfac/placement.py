@@ -292,12 +292,12 @@ def assign_groups(
 def _divide(
     work: Sequence[Mapping[int, int]], count: int
 ) -> tuple[tuple[int, ...], int]:
-    """Divide blocks into `count` groups; return also the longest group.
+    """Divide blocks into groups; return also the operations of the longest.
 
-    `work` are the operations of each block by worker; the length of a group is
-    the sum of its busiest worker. Starting with the largest block, choose a
-    group that a block does not lengthen, else the group that is then the
-    shortest. For one worker this is longest processing time first.
+    `work` has the operations of each block by worker. The length of a group is
+    the number of operations of its busiest worker. Starting with the largest
+    block, choose a group that a block does not lengthen, else the group that is
+    then the shortest. For one worker this is longest processing time first.
     """
     sums: list[Counter[int]] = [Counter() for _ in range(count)]
     lengths = [0] * count
@@ -305,8 +305,8 @@ def _divide(
     sizes = [max(by_worker.values()) for by_worker in work]
     for block in sorted(range(len(work)), key=lambda b: (-sizes[b], b)):
         lengthened = [
-            max(length, *(sums_[w] + n for w, n in work[block].items()))
-            for length, sums_ in zip(lengths, sums, strict=True)
+            max(length, *(loads[w] + n for w, n in work[block].items()))
+            for length, loads in zip(lengths, sums, strict=True)
         ]
         limits = [length + _TOLERANCE * sizes[block] for length in lengths]
         group = min(

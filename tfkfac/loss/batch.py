@@ -172,11 +172,11 @@ def find_call(
 
 
 def trace_nested_calls(model: keras.Model) -> None:
-    """Trace a training call, in which taps find layers in nested graphs.
+    """Trace one training call, so that taps find the layers in nested graphs.
 
-    Only layers with a `call` that is not of Keras may call their sublayers in
-    a `tf.cond` or a loop. If the call cannot be traced from the shapes of its
-    inputs, the first step raises an error for such a sublayer.
+    Only a user-defined `call` can run sublayers in a `tf.cond` or a loop. If
+    the call cannot be traced from the shapes of its inputs, the first step
+    raises an error for such a sublayer.
     """
     is_custom = any(
         children(layer) and not has_keras_call(layer)

@@ -157,14 +157,14 @@ class Supervision(keras.callbacks.Callback):
         )
 
     def _num_batches(self) -> int:
-        """Return the number of batches of all updates, and those since then."""
+        """Return the number of batches so far, with pending micro-batches."""
         per_update, pending = self._optimizer.method.accumulation()
         return self._optimizer.num_updates * per_update + pending
 
     def _count_updates(self, batches: int) -> int:
         """Return the number of updates in the next `batches` batches.
 
-        Micro-batches of an earlier `fit` since its last update count.
+        Includes the micro-batches that an earlier `fit` has left.
         """
         per_update, pending = self._optimizer.method.accumulation()
         return (pending + batches) // per_update

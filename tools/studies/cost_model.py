@@ -518,14 +518,16 @@ class Estimator(Loads):
 
     def _speed_up(self) -> float:
         """Return the speed-up of an interval's decompositions by the plan."""
-        work = np.zeros([max(self._groups) + 1, self.plan.workers])
+        num_groups = max(self._groups, default=0) + 1
+        work = np.zeros([num_groups, self.plan.workers])
         layers = zip(
             self._groups, self.plan.layers, self._load.blocks, strict=True
         )
         for group, layer, block in layers:
             for name, factor in block.factors.items():
                 work[group, layer.owners[name]] += factor.operations
-        return float(work.sum() / work.max(axis=1).sum())
+        busiest = work.max(axis=1).sum()
+        return float(work.sum() / busiest) if busiest else 1.0
 
     def _share_parts(self, parts: Sequence[Mapping[str, int]]) -> float:
         """Return the seconds of the messages with `parts`, bytes by factor."""
