@@ -305,7 +305,7 @@ def assert_continues(make: Any, way: Any, folder: Any) -> None:
     model = compiled(make())
     train(model, 0, 4)
     copy = compiled(make())
-    train(copy, 0, 1)
+    train(copy, 1, 4)
     copy.set_weights(model.get_weights())
     way(model.optimizer, copy.optimizer, folder)
     assert train(copy, 4, 2) == train(model, 4, 2)
@@ -333,8 +333,19 @@ def test_an_earlier_state_by_variables_is_refused() -> None:
     train(model, 2, 2)
     for variable, value in zip(model.optimizer.variables, saved, strict=True):
         variable.assign(value)
-    with pytest.raises(ValueError, match=r"made 4 updates.* is 2\."):
+    with pytest.raises(ValueError, match=r"iteration' of .*'kfac' was assign"):
         model.fit(X, Y, verbose=0)
+
+
+def test_iterations_beside_a_rest_optimizer_can_be_assigned() -> None:
+    """They are the clock of schedules; loaded files assign all counts."""
+    model = compiled(tfkfac.KFAC())
+    model.optimizer.iterations.assign(7)
+    train(model, 0, 1)
+    assert int(model.optimizer.iterations.numpy()) == 8
+    model.set_state_tree(model.get_state_tree("numpy_array"))
+    train(model, 1, 1)
+    assert int(model.optimizer.iterations.numpy()) == 9
 
 
 def test_state_of_another_inner_optimizer_warns() -> None:
@@ -371,3 +382,20 @@ def test_unknown_arguments(cls: Any, name: str, value: Any, words: str) -> None:
 def test_adam_as_inner_optimizer_warns() -> None:
     with pytest.warns(UserWarning, match=r"Adam as `inner.*KFAC\(\).*`KFAC\(r"):
         tfkfac.KFAC("adam")
+
+
+def test_unknown_arguments_of_a_subclass() -> None:
+    class Other(tfkfac.KFAC):
+        def __init__(self, own: int = 1, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+
+    assert Other(own=2, damping=0.5).damping == 0.5
+    with pytest.raises(TypeError, match=r"'clipnorm'.*`inner_optimizer=keras"):
+        Other(clipnorm=1.0)
+
+
+def test_settings_of_a_loss_scaler() -> None:
+    scaler = tfkfac.LossScaleOptimizer(tfkfac.KFAC(inner_sgd()))
+    assert scaler.weight_decay == DECAY
+    with pytest.raises(AttributeError, match="`inner_optimizer=keras"):
+        scaler.clipnorm = 1.0

@@ -38,8 +38,8 @@ _POSITION_GROUP = "chief_backup"
 _SETTINGS = "settings"  # dataset of the group with compressed JSON
 _NUM_KEPT_BACKUPS = 2
 # Entries of an optimizer's description that may differ from a backup: results
-# of other entries, settings without effect on the training, and those for
-# which saved state is converted.
+# of other entries, settings without effect on the training, and settings for
+# which loading converts the state.
 _MAY_DIFFER = {
     "TensorFlow and Keras",
     "argument accelerator_fraction",
@@ -98,11 +98,12 @@ class ChiefBackup(
     checksum of its content. If a backup is damaged on any worker, all workers
     ignore it, print its name on stderr, and load the backup before it.
 
-    A backup contains the settings of the model and the optimizer. Training
-    with others is refused, except for the learning rate, the lengths of
-    schedules, the distribution over workers and the solver. To go on with
-    other settings, load the file by `model.load_weights` and use a new
-    directory. The data is not compared.
+    A backup contains the settings of the model and the optimizer. `fit`
+    refuses a backup with other settings, except for the learning rate, the
+    lengths of schedules, the distribution over workers and the solver. To go on
+    with other settings, load the file by `model.load_weights` and use a new
+    directory. Neither the data is compared, nor values that are not in the
+    config of a layer or a loss.
 
     >>> backup = tfkfac.callbacks.ChiefBackup("backups/run-1")
     >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
@@ -403,6 +404,8 @@ def _settings_of(optimizer: SecondOrderOptimizer) -> dict[str, Any]:
         for name, value in optimizer.description().items()
         if name not in _MAY_DIFFER
     }
+    outer = type(optimizer.bound_model().optimizer).__name__
+    settings["optimizer of the model"] = outer
     copy: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return copy
 

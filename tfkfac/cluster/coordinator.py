@@ -240,7 +240,10 @@ class _Coordinator:
         )
 
     def _drop(self, peer: _Peer, reason: str) -> None:
-        """Close a connection; print the reason, of a stranger up to 20 times.
+        """Close a connection; print the reason.
+
+        The reasons of peers that were not admitted are printed `_MAX_PRINTED`
+        times.
 
         The reasons of workers with a valid greeting are also in the timeout
         error.

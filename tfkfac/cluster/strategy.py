@@ -86,7 +86,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             it.
         ValueError: If `TF_CONFIG` or the resolver is malformed or has
             parameter servers; if the launcher does not provide all settings;
-            if a variable of another launcher is of several processes; or if
+            if a variable of another launcher counts several processes; or if
             worker 0 refuses this process, because it has other workers,
             another job or secret (environment variable `TFKFAC_SECRET`), or
             the index of another process.

@@ -35,7 +35,7 @@ _MIRRORED = (
 
 
 def call_unconverted(function: _FunctionT) -> _FunctionT:
-    """Decorator: AutoGraph calls the function as it calls TensorFlow's own.
+    """Decorator: AutoGraph calls the function as a function of TensorFlow.
 
     `do_not_convert` would also exclude the functions of the user that the
     function calls. This relies on `autograph_artifact`.

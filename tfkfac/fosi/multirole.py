@@ -295,7 +295,6 @@ class MultiRoleMethod(FOSIMethod):
         if state.accelerator is not None:
             counts = gathered[self.roles.workers[0]]
             counter.assign(tf.cast(counts[0], counter.dtype))
-            self.job.local_state(self.job.updates).assign(counter)
             streak.assign(counts[1:], step.gradient_paths())
 
     def _hand_over(

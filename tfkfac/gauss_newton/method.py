@@ -298,8 +298,8 @@ class GaussNewtonMethod(Method):
         if not self.states:
             return {}
         values = [float(v) for v in self.states[0].last.numpy()]
-        # A step has at least one residual, the last value.
-        return dict(zip(_NAMES, values, strict=True)) if values[-1] else {}
+        last = dict(zip(_NAMES, values, strict=True))
+        return last if last["tries"] else {}
 
     @override
     def summary(self) -> list[str]:

@@ -112,7 +112,6 @@ class GaussNewton(SecondOrderOptimizer):
     """
 
     settings_type = Settings
-    inner_class = keras.optimizers.SGD
     wrapped_hint = (
         "An exact step is neither clipped, decayed, averaged nor accumulated: "
         "`damping` limits it, and `kernel_regularizer=keras.regularizers.L2()` "

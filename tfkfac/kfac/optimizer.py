@@ -125,7 +125,8 @@ class KFAC(SecondOrderOptimizer):
             single device. Defaults to "comm_opt".
         gradient_worker_fraction: Fraction of the workers that are gradient
             workers of a layer, with `distribution="hybrid_opt"`; see
-            `tfkfac.Distribution`. None is about half there. Defaults to None.
+            `tfkfac.Distribution`. None is about half of the workers there.
+            Defaults to None.
         factor_update_interval: Steps between updates of the factors: an
             integer or a schedule. None is every step at first, every 5 from
             step 20, every 20 from step 100.

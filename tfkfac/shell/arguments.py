@@ -180,6 +180,7 @@ def setting(name: str) -> property:
     return property(get, set_, doc=f"The argument `{name}`.")
 
 
+_VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 # Arguments of Keras' optimizers that the wrapped optimizers have.
 WRAPPED = (
     "weight_decay",
@@ -222,16 +223,14 @@ def refuse_unknown(cls: Any, arguments: Mapping[str, Value]) -> None:
 
     The message says where arguments of Keras' optimizers belong.
     """
-    parameters = inspect.signature(cls.__init__).parameters
-    has_others = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    unknown = [name for name in arguments if name not in parameters]
-    if has_others or not unknown:
+    known = known_arguments(cls)
+    unknown = [name for name in arguments if name not in known]
+    if not unknown:
         return
     name = unknown[0]
     given = f"{name}={arguments[name]!r}"
-    known = [parameter for parameter in parameters if parameter != "self"]
     similar = difflib.get_close_matches(name, known, 1, 0.7)
-    inner_arguments = inspect.signature(cls.inner_class.__init__).parameters
+    inner_arguments = known_arguments(cls.inner_class or object)
     if name in ("lr", "learning_rate"):
         where = f"Pass the learning rate as `{cls.rate_argument}`."
     elif name == "decay":
@@ -248,6 +247,19 @@ def refuse_unknown(cls: Any, arguments: Mapping[str, Value]) -> None:
         f"{cls.__name__} got an unexpected keyword argument '{name}'. {where} "
         f"Received: {given}"
     )
+
+
+def known_arguments(cls: Any) -> list[str]:
+    """Return the arguments of a constructor, with those it passes to a base."""
+    names: list[str] = []
+    for owner in cls.__mro__:
+        if "__init__" in vars(owner):
+            parameters = inspect.signature(owner.__init__).parameters.values()
+            kinds = {p.kind for p in parameters}
+            names += [p.name for p in parameters if p.kind not in _VARIADIC]
+            if inspect.Parameter.VAR_KEYWORD not in kinds:
+                break
+    return [name for name in dict.fromkeys(names) if name != "self"]
 
 
 class Settings:

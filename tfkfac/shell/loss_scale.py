@@ -16,6 +16,7 @@ from tfkfac.checks import check_count, check_positive
 from tfkfac.compat.models import replica_variable
 from tfkfac.compat.optimizers import on_overflow
 from tfkfac.loss.batch import LossTap
+from tfkfac.shell.arguments import wrapped_setting
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 from tfkfac.training.step import is_lost
 
@@ -68,6 +69,29 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             ),
             name=name,
         )
+
+    weight_decay = wrapped_setting("weight_decay")
+    clipnorm = wrapped_setting("clipnorm")
+    clipvalue = wrapped_setting("clipvalue")
+    global_clipnorm = wrapped_setting("global_clipnorm")
+
+    @property
+    def wrapped_hint(self) -> str:
+        """Text for errors: the way to pass an argument to the inner optimizer."""
+        return str(self.inner_optimizer.wrapped_hint)
+
+    def exclude_from_weight_decay(
+        self,
+        var_list: Sequence[keras.Variable] | None = None,
+        var_names: Sequence[str] | None = None,
+    ) -> None:
+        """Exclude variables from weight decay, see `KFAC`.
+
+        Args:
+            var_list: Variables to exclude. Defaults to None.
+            var_names: Regular expressions of names. Defaults to None.
+        """
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:

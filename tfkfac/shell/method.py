@@ -58,7 +58,7 @@ class Method(abc.ABC):
         return tuple(range(self.job.topology.replicas))
 
     def accumulation(self) -> tuple[int, int]:
-        """Return the micro-batches per update, and those since the last one."""
+        """Return the micro-batches per update and since the last update."""
         return 1, 0
 
     def agreement(self) -> dict[str, Any]:

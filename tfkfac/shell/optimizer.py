@@ -56,7 +56,7 @@ class SecondOrderOptimizer(ScheduledOptimizer):
     settings_type: ClassVar[type]
     # For errors: default class of the inner optimizer, name of the argument of
     # the learning rate, and how to pass the inner optimizer an argument `{}`.
-    inner_class: ClassVar[type[keras.optimizers.Optimizer]]
+    inner_class: ClassVar[type[keras.optimizers.Optimizer] | None] = None
     rate_argument: ClassVar[str] = "learning_rate"
     wrapped_hint: ClassVar[str]
 
@@ -547,8 +547,8 @@ class SecondOrderOptimizer(ScheduledOptimizer):
     def variables(self) -> list[Any]:
         """The variables of the inner optimizer, then of the rest optimizer.
 
-        They do not contain the curvature, see `save_own_variables`, but while
-        Keras writes an `.h5` file they do.
+        Without the curvature, except while Keras writes an `.h5` file. See
+        `save_own_variables`.
         """
         variables = [v for x in self._optimizers for v in x.variables]
         if is_saving_legacy_file():
@@ -577,7 +577,7 @@ class SecondOrderOptimizer(ScheduledOptimizer):
         `fit`, `train_on_batch` and eager steps call this method.
 
         Raises:
-            ValueError: If the number of updates is not that of the curvature.
+            ValueError: If the count of iterations was assigned.
         """
         self._saved_state.check_iterations()
 

@@ -71,7 +71,8 @@ class ScheduledOptimizer(KerasOptimizer):
     @property
     def has_decay(self) -> bool:
         """True if a learning rate is a `FitDecay` that no set rate ends."""
-        is_set = float(self.plan.set_rate.numpy()) >= 0  # of the first one
+        # The set rate is that of the inner optimizer.
+        is_set = float(self.plan.set_rate.numpy()) >= 0
         optimizers = self._optimizers[1:] if is_set else self._optimizers
         return any(isinstance(rate_of(x), FitDecay) for x in optimizers)
 

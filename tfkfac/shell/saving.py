@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.compat.optimizers import raw_iterations
+from tfkfac.compat.overrides import Below, override
 from tfkfac.distributed.agreement import exchange
 from tfkfac.distributed.collectives import Communicator, split_buckets
 from tfkfac.saving.entries import (
@@ -46,8 +47,9 @@ PATIENCE = 30
 # What to do instead of copying `variables`.
 HOW_TO_COPY = (
     "To copy the state of an optimizer call `save_own_variables(store)` with a "
-    "dict, and `load_own_variables(store)` of the copy. To start again create "
-    "a new optimizer."
+    "dict, and `load_own_variables(store)` of the copy; of a "
+    "`LossScaleOptimizer` those of its `inner_optimizer`. To start again "
+    "create a new optimizer."
 )
 
 
@@ -72,10 +74,19 @@ class SavedState(tf.train.experimental.PythonState):
         # Attempts to save on all workers at once; True after a failed attempt.
         self._num_attempts, self._saves_alone = 0, False
         self._restored: bytes | None = None
+        # True if the count of iterations was assigned outside of a step, and
+        # if it may be: Keras loads the wrapped optimizers after the curvature.
+        self._is_assigned, self._is_loading = False, False
 
     def create(self, job: Job) -> None:
         """Bind to a built job; load a checkpoint that was restored earlier."""
         self._job = job
+
+        def assign(below: Below, *args: Any, **kwargs: Any) -> Any:
+            self._is_assigned = not self._is_loading
+            return below(*args, **kwargs)
+
+        override(self._iterations(job), "assign", assign)
         if self._restored is not None:
             restored, self._restored = self._restored, None
             with tf.init_scope():  # the first step may be traced now
@@ -137,19 +148,23 @@ class SavedState(tf.train.experimental.PythonState):
             store[key] = np.zeros(1, np.int64)
 
     def check_iterations(self) -> None:
-        """Raise an error if the iterations are not those of the curvature."""
-        job = self._job
-        if job is None:
-            return
-        updates = int(job.updates[0].numpy())
-        counter = raw_iterations(job.rest_optimizer or job.inner_optimizer)
-        iterations = int(counter.numpy())
-        if updates >= 0 and iterations != updates:
+        """Raise an error if the count of iterations was assigned."""
+        self._is_loading = False
+        if self._is_assigned and self._job is not None:
             raise ValueError(
-                f"Optimizer '{self._name}' has made {updates} updates, but its "
-                f"variable '{counter.path}' is {iterations}. `variables` do "
-                f"not contain the curvature. {HOW_TO_COPY}"
+                f"Variable '{self._iterations(self._job).path}' of optimizer "
+                f"'{self._name}' was assigned outside of a step. `variables` "
+                f"do not contain the curvature. {HOW_TO_COPY}"
             )
+
+    @staticmethod
+    def _iterations(job: Job) -> keras.Variable:
+        """Return the last count of iterations in `variables`.
+
+        The count of an inner optimizer beside a rest optimizer may be assigned:
+        it is the clock of schedules.
+        """
+        return raw_iterations(job.rest_optimizer or job.inner_optimizer)
 
     def save_wrapped(self, store: MutableMapping[str, Any]) -> None:
         """Write the variables of the inner and the rest optimizer."""
@@ -217,9 +232,7 @@ class SavedState(tf.train.experimental.PythonState):
         """
         if not store.keys() and self._job is None:
             return  # a copy of an optimizer that was not built
-        if self._job is not None:
-            for updates in self._job.updates:
-                updates.assign(-1)
+        self._is_assigned, self._is_loading = False, True
         if not store.keys():
             warnings.warn(
                 f"Optimizer '{self._name}' finds no curvature in the loaded "

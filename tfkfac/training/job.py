@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tfkfac.capture.model_taps import replica_id
 from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.compat.strategies import order_by_replica
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import find_topology
@@ -127,8 +126,6 @@ class Job:
     """Model, optimizers, replicas and counters, common to all training steps.
 
     Attributes:
-        updates: Number of updates of each local replica, -1 if unknown: after
-            loading.
         empty: Number of consecutive batches without an example, of each local
             replica; empty if there is one replica.
         loss_terms: Number of terms of a loss that is not computed by
@@ -154,7 +151,6 @@ class Job:
         self.topology = find_topology(model.distribute_strategy)
         self.skipped: tuple[tf.Variable, ...] = ()
         self.streaks: tuple[Streak, ...] = ()
-        self.updates: tuple[tf.Variable, ...] = ()
         self.empty: tuple[tf.Variable, ...] = ()
         self._model = weakref.ref(model)
         self._tokens: tuple[tf.Variable, ...] = ()
@@ -195,10 +191,6 @@ class Job:
             lambda rank: state_variable(0, "int64", "skipped_steps")
         )
         self.streaks = self.for_each(lambda rank: Streak())
-        updates = raw_iterations(self.rest_optimizer or self.inner_optimizer)
-        self.updates = self.for_each(
-            lambda rank: state_variable(updates.value, "int64", "updates")
-        )
         if self.topology.replicas > 1:
             self.empty = self.for_each(
                 lambda rank: state_variable(0, "int64", "empty_batches")

@@ -10,11 +10,10 @@ import tensorflow as tf
 
 from tfkfac.capture.model_taps import Values, restore
 from tfkfac.compat.functions import when
-from tfkfac.compat.graphs import in_current_graph, replica_copy
+from tfkfac.compat.graphs import in_current_graph
 from tfkfac.compat.optimizers import (
     apply_or_count,
     knows_variable,
-    raw_iterations,
     updates_in_replica,
     variable_key,
 )
@@ -272,8 +271,6 @@ class Step:
         for optimizer, gradients, after in tasks:
             with updates_in_replica(optimizer, after):
                 apply_or_count(optimizer, gradients)
-        iterations = replica_copy(raw_iterations(rest or inner).value)
-        self.job.local_state(self.job.updates).assign(iterations)
 
 
 def is_lost(loss: tf.Tensor | None, *others: tf.Tensor) -> tf.Tensor:
