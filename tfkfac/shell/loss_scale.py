@@ -77,7 +77,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def wrapped_hint(self) -> str:
-        """Text for errors: the way to pass an argument to the inner optimizer."""
+        """The text of errors on arguments of the inner optimizer."""
         return str(self.inner_optimizer.wrapped_hint)
 
     def exclude_from_weight_decay(
