@@ -114,13 +114,9 @@ class Batches(keras.utils.PyDataset):
         return NUMBERS[rows], NUMBERS[rows]
 
 
-# Arguments x and y of `fit`.
+# Arguments x and y of `fit`. supervision/test_comparison.py has arrays and
+# datasets.
 DATA: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "arrays": lambda: (NUMBERS, NUMBERS),
-    "dataset": lambda: (
-        tf.data.Dataset.from_tensor_slices((NUMBERS, NUMBERS)).batch(BATCH),
-        None,
-    ),
     "PyDataset": lambda: (Batches(), None),
     "PyDataset, threads": lambda: (Batches(workers=2), None),
     "generator": lambda: ((Batches()[i] for i in range(len(Batches()))), None),
