@@ -123,6 +123,17 @@ def name(make: Callable[[], Any]) -> None:
     assert type(make())(name="other").get_config()["name"] == "other"
 
 
+def own_variables(make: Callable[[], Any]) -> None:
+    """A loaded copy saves the same arrays; steps: `test_state_by_itself`."""
+    stores: list[dict[str, Any]] = [{}, {}]
+    source, target = compiled(make()), compiled(make())
+    train(source, 0, 1)
+    source.optimizer.save_own_variables(stores[0])
+    target.optimizer.load_own_variables(stores[0])
+    target.optimizer.save_own_variables(stores[1])
+    np.testing.assert_equal(stores[1], stores[0])
+
+
 def decay(make: Callable[[], Any]) -> None:
     optimizer = make()
     optimizer.exclude_from_weight_decay(var_names=["bias"])
@@ -143,9 +154,9 @@ WORKING: dict[str, Callable[[Callable[[], Any]], None]] = {
     "get_config": config,
     "iterations": steps_of_a_loop,
     "learning_rate": learning_rate,
-    "load_own_variables": config,  # values: `test_state_by_itself`
+    "load_own_variables": own_variables,
     "name": name,
-    "save_own_variables": config,
+    "save_own_variables": own_variables,
     "scale_loss": steps_of_a_loop,
     "variables": variables,
 }
