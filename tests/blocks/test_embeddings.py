@@ -240,6 +240,24 @@ def test_factors_and_step(
     assert_close(step.delta[index], eigen_solve(mean, A, G, 0.3), 1e-4, "step")
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_spectral_steps_cover_the_untied_projection(tied: bool) -> None:
+    """Tables have no block; the tied projection is a table."""
+    model, x, y = language("functional", tied)
+    a, g, *_ = rows_of(model, x, y)
+    step = train_once(model, x, y, step="spectral", rest_optimizer="adam")
+    excluded = "spectral steps leave embeddings to the rest optimizer"
+    assert leftovers_of(model.optimizer) == {"tokens:embeddings": excluded}
+    paths = {"hidden"} if tied else {"hidden", "reverse/tokens"}
+    assert set(step.factors) == paths
+    if not tied:
+        A, G = factors(a, g)
+        # Spectral steps divide the loss by the variance of the targets.
+        columns = np.reshape(y, [-1, np.shape(y)[-1]])
+        variance = np.mean(np.var(columns, 0, ddof=1))
+        check_projection(step, tied, A, G / variance**2)
+
+
 def test_untied_projection_without_lookups() -> None:
     """The projection has a block; the lookup weights have no gradient."""
     tokens = embedding(tie_weights=False)

@@ -180,8 +180,8 @@ def test_a_damaged_backup(
 
 def test_a_backup_in_a_later_format(copied: Path, trained: Any) -> None:
     """Raises an error; does not load an earlier backup or delete a file."""
-    with_position(copied / NEWEST, format=2)
-    words = f"{NEWEST}' was written by format 2, .* reads format 1"
+    with_position(copied / NEWEST, format=3)
+    words = f"{NEWEST}' was written by format 3, .* reads format 2"
     with pytest.raises(ValueError, match=words):
         fit(trained, 3, ChiefBackup(copied))
     assert (copied / NEWEST).exists() and (copied / BEFORE).exists()

@@ -14,7 +14,6 @@ from tests.compat.contracts import contract
 from tfkfac.compat.graphs import (
     Tracked,
     copied_rows,
-    has_effects,
     in_current_graph,
     in_xla,
     is_constant_to_tapes,
@@ -29,6 +28,7 @@ from tfkfac.compat.graphs import (
     state_variable,
     trace_place,
     under_tape,
+    written_in,
     written_variables,
 )
 
@@ -365,21 +365,32 @@ def test_kept_variables(graph: bool) -> None:
 
 
 @contract(
-    "compat.graphs.has_effects",
-    "`OpDef.is_stateful` is True for operations with side effects.",
+    "compat.graphs.written_in",
+    "`OpDef.is_stateful` is True for operations with side effects; "
+    "`get_read_write_resource_inputs` and `_get_function` look into functions.",
 )
-def test_graphs_with_effects() -> None:
+@pytest.mark.parametrize("nested", [False, True])
+def test_effects_of_graphs(nested: bool) -> None:
     variable = tf.Variable(1.0)
+
+    def graph_of(effect: Any) -> Any:
+        function = tf.function(effect, autograph=False)
+        if nested:
+            function = tf.function(lambda x: effect_of(x), autograph=False)
+            effect_of = tf.function(effect, autograph=False)
+        return function.get_concrete_function(tf.TensorSpec([])).graph
+
+    def checked(x: Any) -> Any:
+        tf.debugging.assert_positive(x)
+        return x * variable
+
+    (handle,) = written_in(graph_of(lambda x: [variable.assign(x), x][1]))
+    assert handle is variable.handle
+    assert written_in(graph_of(checked)) == []
     effects: list[Any] = [
-        lambda x: [variable.assign(x), x][1],
         lambda x: [tf.print(x), x][1],
         lambda x: x + tf.random.uniform([]),
-        lambda x: x * variable,
     ]
-    graphs = [
-        tf.function(effect, autograph=False)
-        .get_concrete_function(tf.TensorSpec([]))
-        .graph
-        for effect in effects
-    ]
-    assert [has_effects(graph) for graph in graphs] == [True] * 3 + [False]
+    for effect in effects:
+        with pytest.raises(ValueError, match="has effects"):
+            written_in(graph_of(effect))

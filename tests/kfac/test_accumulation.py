@@ -89,7 +89,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "graph": ({}, "mse", None),
     "eigen": ({"solver": "eigen", "weight_sharing": "reduce"}, SUM, None),
     "scaled": ({"inner": ADAM, "kl_clip": None, "damping": 0.5}, "mse", SCALER),
-    "spectral": (SPECTRAL, SUM, SCALER),
+    "spectral": (SPECTRAL | {"weight_decay": 0.5}, SUM, SCALER),
 }
 
 

@@ -71,7 +71,12 @@ CASES = {
         "comm_opt", "cnn", symmetric=True, faults=((3, 1, NAN),)
     ),
     "two: dp_kfac, adam": case(
-        "dp_kfac", "cnn", solver="eigen", inner="adam", weight_sharing="reduce"
+        "dp_kfac",
+        "cnn",
+        solver="eigen",
+        inner="adam",
+        weight_decay=0.5,
+        weight_sharing="reduce",
     ),
     "two: comm_opt, rows": case("comm_opt", "wide"),
     "two: mem_opt, sketch": SKETCHED(
@@ -92,7 +97,12 @@ CASES = {
     ),
     "two: comm_opt, groups": case("comm_opt", "vision", patches=("groups",)),
     "two: mem_opt, spectral": case(
-        "mem_opt", "cnn", skip_layers=("hidden",), inner="warm-up", **SPECTRAL
+        "mem_opt",
+        "cnn",
+        skip_layers=("hidden",),
+        inner="warm-up",
+        weight_decay=0.5,
+        **SPECTRAL,
     ),
     "two: dp_kfac, spectral": case(
         "dp_kfac", "cnn", inner="multiplier", faults=((3, 1, NAN),), **SPECTRAL
@@ -152,9 +162,9 @@ CASES = {
     ),
     "mirrored: mem_opt, spectral": case(
         "mem_opt",
-        "batch_norm",
+        "recurrent",  # the rest optimizer follows the length
         feed="some",
-        inner="multiplier",
+        inner="default",
         patches=("whole batches",),
         **SPECTRAL,
     ),
@@ -216,7 +226,7 @@ def kept_bytes(state: Any) -> dict[str, int]:
 
     def size(variables: Sequence[tf.Variable]) -> int:
         kept = [v for v in variables if v.shape.rank]
-        return sum(v.shape.num_elements() * v.dtype.size for v in kept)
+        return sum((v.shape.num_elements() or 0) * v.dtype.size for v in kept)
 
     kept = state.preconditioners
     return {

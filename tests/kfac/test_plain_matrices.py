@@ -152,6 +152,37 @@ def test_other_weights_are_left_to_the_rest_optimizer(rules: Any) -> None:
             assert is_close == is_left[path]
 
 
+@pytest.mark.parametrize(
+    ("rate", "updates", "is_short"), [(0.5, 400, False), (4.0, 10**7, True)]
+)
+def test_rate_of_the_default_rest_optimizer(
+    rate: float, updates: int, is_short: bool
+) -> None:
+    """The factor r of spectral steps, at most 0.1, times their rate."""
+    model = compiled(learning_rate=rate)
+    optimizer = model.optimizer
+    optimizer.begin_run(updates)
+    results = train(model, 0)
+    factor = optimizer.last_step["clip_factor"]
+    assert (factor < 0.1) == is_short
+    moved = [np.abs(c).max() for path, _, c in results if path in REST]
+    np.testing.assert_allclose(moved, rate * min(factor, 0.1), rtol=0.03)
+    copy = tfkfac.KFAC.from_config(optimizer.get_config())
+    copy.learning_rate = 3.0
+    assert float(copy.rest_optimizer.learning_rate) == pytest.approx(0.03)
+
+
+def test_rate_of_the_rest_optimizer_without_matrices() -> None:
+    """Embeddings alone: Adam's first step is 0.01."""
+    tokens = layers.Embedding(TOKENS, CLASSES)
+    model = keras.Sequential([keras.Input((LENGTH,)), tokens])
+    model.compile(tfkfac.KFAC(), loss())
+    before = tokens.get_weights()[0]
+    model.train_on_batch(np.zeros([ROWS, LENGTH]), np.ones([ROWS, LENGTH]))
+    moved = np.abs(tokens.get_weights()[0] - before).max(1)
+    np.testing.assert_allclose(moved, 0.01 * np.eye(TOKENS)[0], rtol=1e-3)
+
+
 def test_a_model_without_blocks() -> None:
     """All matrices move by the same RMS, and vectors by the rest optimizer."""
     model = compiled(skip_layers=["logits"])

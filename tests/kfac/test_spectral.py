@@ -81,8 +81,8 @@ LEFT: dict[str, Any] = {"skip_layers": ("hidden",)}
     [
         ({}, 1),
         ({"solver": "eigen"}, 8),  # a loss of several nats
-        ({"inner": "warm-up", **LEFT}, 1),
-        ({"rest_optimizer": "warm-up", **LEFT}, 1),
+        ({"inner": "warm-up", "weight_decay": 0.5, **LEFT}, 1),
+        ({"rest_optimizer": "warm-up", "weight_decay": 0.5, **LEFT}, 1),
     ],
 )
 def test_steps_are_the_definition(

@@ -14,7 +14,7 @@ from tfkfac.compat.losses import observed_losses
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.loss.shares import measure_loss
 from tfkfac.loss.targets import label_count, least_loss
-from tfkfac.loss.terms import check_labels, needs_recognition, read_terms
+from tfkfac.loss.terms import check_labels, read_terms
 
 LOSSES = keras.losses
 RNG = np.random.default_rng(0)
@@ -89,7 +89,7 @@ def measure(
     model = keras.Model(inputs, [layer()(x) for x in inputs])
     losses = [task.loss for task in tasks]
     model.compile("sgd", losses, loss_weights=loss_weights)
-    with observed_losses(needs_recognition, check_labels) as calls:
+    with observed_losses(check_labels) as calls:
         value = model.compute_loss(
             y=[task.labels for task in tasks],
             y_pred=model([tf.constant(task.outputs) for task in tasks]),
@@ -169,7 +169,21 @@ TASKS = {
     "classes as floats": Task(SPARSE(), CLASSES[..., None] + 0.0, HOT, 0.0),
     "divergence": Task(LOSSES.KLDivergence(), SOFT, SOFT, 0.0),
     "squares": Task(LOSSES.MeanSquaredError(), PIXELS, PIXELS, 0.0, COLUMNS),
-    "unknown": Task(LOSSES.MeanAbsoluteError(), PIXELS, PIXELS, 0.0),
+    "absolute": Task(LOSSES.MeanAbsoluteError(), PIXELS, PIXELS, 0.0, COLUMNS),
+    "constant": Task(
+        lambda y, p: 3 * tf.reduce_mean(abs(y - p), -1) + 0.5,
+        PIXELS,
+        PIXELS,
+        0.5,
+        COLUMNS,
+    ),
+    "cross-entropy and constant": Task(
+        lambda y, z: 2 * LOSSES.binary_crossentropy(y, z, True) + 0.5,
+        BITS,
+        80.0 * BITS - 40.0,
+        0.5,
+        COLUMNS,
+    ),
 }
 
 

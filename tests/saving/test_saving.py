@@ -127,7 +127,7 @@ FILES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "checkpoint": (save_checkpoint, load_checkpoint),
     ".h5": (lambda model, path: model.save(path), load_model),
 }
-LATER = "'kfac' was written by format 2, this version of tfkfac reads format 1"
+LATER = "'kfac' was written by format 3, this version of tfkfac reads format 2"
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -140,7 +140,7 @@ def test_a_later_format_is_refused(
     before = curvature(kfac_of(model))
     save, load = FILES[file]
     with monkeypatch.context() as patch:
-        patch.setattr(store, "FORMAT", 2)
+        patch.setattr(store, "FORMAT", 3)
         saved = save(model, path)
     warns = pytest.warns(UserWarning, match=LATER)
     raises = pytest.raises(ValueError, match=LATER)

@@ -53,7 +53,7 @@ def test_keys() -> None:
             entry("part/dense", "factor_A", 2.0, spread=Spread.OWNED),
         ]
     )
-    assert int(store.pop("format:version:")) == 1
+    assert int(store.pop("format:version:")) == 2
     assert {k: float(v[0]) for k, v in store.items()} == {
         "state:count:": 1.0,
         "state:factor_A:part|dense": 2.0,
@@ -80,7 +80,7 @@ def test_layers_are_found(old: str, new: str, values: list[int]) -> None:
 def test_stores_of_other_programs() -> None:
     """An unknown format is refused; state of others is not used."""
     optimizer = kfac_of(compiled_mlp())
-    words = "format unknown, this version of tfkfac reads format 1"
+    words = "format unknown, this version of tfkfac reads format 2"
     with pytest.raises(ValueError, match=words):
         optimizer.load_own_variables({"state:factor_updates:": np.array(7)})
     for keys in (["0", "1"], ["iteration"]):

@@ -86,7 +86,7 @@ def test_multi_optimizer_is_refused() -> None:
 DEFAULTS: dict[Any, dict[str, Any]] = {
     tfkfac.KFAC: {
         "name": "kfac", "damping": 0.01, "kl_clip": 0.02, "step": "spectral",
-        "momentum": None,
+        "momentum": None, "weight_decay": None,
         "fisher": None, "solver": "inverse", "distribution": "comm_opt",
         "factor_update_interval": None, "inverse_update_interval": None,
         "factor_decay": 0.95, "factor_batch_fraction": None,

@@ -7,6 +7,7 @@ argument of `keras.optimizers.Optimizer`; a new one without a row fails.
 import inspect
 import pathlib
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -270,6 +271,60 @@ def test_weight_decay(wrap: Any, by: str) -> None:
     np.testing.assert_allclose(kernel, before[0] * remaining, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("options", "rate"),
+    [
+        ({}, None),
+        ({"learning_rate": RATE}, RATE),
+        ({"inner_optimizer": SGD(RATE)}, RATE),
+        ({"skip_layers": "logits"}, None),
+    ],
+    ids=["spectral", "natural", "inner", "rest"],
+)
+def test_weight_decay_argument(options: Any, rate: float | None) -> None:
+    """Kernels decay, also after loading; biases and excluded kernels do not."""
+    optimizer = tfkfac.KFAC(weight_decay=DECAY, **options)
+    optimizer = tfkfac.KFAC.from_config(optimizer.get_config())
+    model = mlp()
+    hidden, logits = model.layers
+    optimizer.exclude_from_weight_decay([hidden.kernel])
+    logits.bias.assign([1.0, 2.0, 3.0])
+    before, remaining = model.get_weights(), 1.0
+    model.compile(optimizer, lambda y, outputs: 0.0 * outputs, run_eagerly=True)
+    for _ in range(STEPS):
+        model.train_on_batch(X, Y)
+        # Spectral steps: the factor r of their length.
+        length = rate or optimizer.last_step["clip_factor"]
+        if "skip_layers" in options:  # the rate of the rest optimizer
+            length = min(length, 0.1)
+        remaining *= 1 - length * DECAY
+    assert optimizer.weight_decay == DECAY
+    assert remaining < 0.995
+    before[2] *= remaining
+    for value, want in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_allclose(value, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("step", ["natural", "spectral"])
+def test_biases_and_norm_scales_of_two_axes_do_not_decay(step: str) -> None:
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((4, 6)),
+            layers.EinsumDense("abc,cde->abde", (None, 2, 3), bias_axes="de"),
+            layers.LayerNormalization(axis=(-2, -1)),
+            layers.Reshape((4, 6)),
+            layers.GRU(3),
+        ]
+    )
+    optimizer = tfkfac.KFAC(weight_decay=DECAY, step=step)
+    model.compile(optimizer, lambda y, outputs: 0.0 * outputs, run_eagerly=True)
+    model.set_weights([np.ones(w.shape) for w in model.get_weights()])
+    model.train_on_batch(np.ones((2, 4, 6)), np.ones((2, 3)))
+    changed = [v.name for v in model.weights if (v.numpy() != 1).any()]
+    assert changed == ["kernel", "kernel", "recurrent_kernel"]
+
+
 # ------------------------------------------------------- the state by itself
 def by_variables(source: Any, target: Any, _: Any) -> None:
     pairs = zip(source.variables, target.variables, strict=True)
@@ -378,7 +433,6 @@ def test_state_of_another_inner_optimizer_warns() -> None:
         ("decay", 0.1, "keras.optimizers.schedules"),
         ("clipnorm", 1.0, r"clipnorm=1.0\)|`damping`"),
         ("use_ema", True, r"use_ema=True\)|`damping`"),
-        ("weight_decay", 0.1, r"weight_decay=0.1\)|`damping`"),
         ("loss_scale_factor", 2.0, "LossScaleOptimizer"),
         ("momentun", 0.9, "Is it `momentum`"),
         ("unheard", 1, "The arguments are: .*momentum.*name"),
@@ -393,6 +447,89 @@ def test_unknown_arguments(cls: Any, name: str, value: Any, words: str) -> None:
 def test_adam_as_inner_optimizer_warns() -> None:
     with pytest.warns(UserWarning, match=r"Adam as `inner.*KFAC\(\).*`KFAC\(r"):
         tfkfac.KFAC("adam")
+
+
+# ---------------------------------------------------- rates of Adam's size
+KFAC, schedules = tfkfac.KFAC, keras.optimizers.schedules
+SMALL_RATES: list[Any] = [
+    lambda: KFAC(learning_rate=1e-3),
+    lambda: KFAC(1e-3),
+    lambda: KFAC(tfkfac.schedules.FitDecay(1e-3)),
+    lambda: KFAC(SGD(1e-3, momentum=0.9)),
+    lambda: KFAC(schedules.CosineDecay(1e-3, 100)),
+    lambda: KFAC(learning_rate=0.02, step="spectral"),
+]
+WARM_UP = schedules.CosineDecay(0.0, 999, warmup_target=1.0, warmup_steps=500)
+RATES: list[Any] = [
+    lambda: KFAC(learning_rate=0.01),
+    lambda: KFAC(keras.optimizers.Adam(1e-3)),
+    lambda: KFAC(learning_rate=0.0),
+    lambda: KFAC(WARM_UP),
+    lambda: KFAC(schedules.ExponentialDecay(0.1, 1, 0.1)),
+    lambda: tfkfac.FOSI(1e-3),
+    lambda: KFAC.from_config(KFAC(learning_rate=1e-3).get_config()),
+]
+TOO_SMALL = "(?s)learning rate of 'kfac'.*divide its rates by the largest"
+
+
+def rate_warnings(call: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    texts = [str(item.message) for item in caught]
+    return [text for text in texts if re.search(TOO_SMALL, text)]
+
+
+def test_small_rates_of_the_constructor_warn() -> None:
+    assert [len(rate_warnings(make)) for make in SMALL_RATES] == [1] * 6
+    # The last optimizer is restored from one that has warned.
+    counts = [len(rate_warnings(make)) for make in RATES]
+    assert counts == [0] * 6 + [1]
+
+
+def fit(optimizer: Any, *callbacks: Any, epochs: int = 3) -> Callable[[], Any]:
+    model = compiled(optimizer)
+    return lambda: model.fit(
+        X, Y, 16, epochs=epochs, verbose=0, callbacks=list(callbacks)
+    )
+
+
+def scheduler(rate: Callable[..., float]) -> Any:
+    return keras.callbacks.LearningRateScheduler(rate)
+
+
+@pytest.mark.parametrize(
+    ("rate", "epochs", "count"),
+    [
+        (lambda epoch: 1e-3 * 0.9**epoch, 3, 1),
+        (lambda epoch: 1e-3, 3, 1),
+        (lambda epoch: 1e-3, 1, 1),
+        (lambda epoch: [0.0, 0.01, 1.0][epoch], 3, 0),
+        (lambda epoch: [1.0, 0.1, 1e-3][epoch], 3, 0),
+        (lambda epoch, rate: 0.1 * rate, 3, 0),
+    ],
+)
+def test_small_rates_of_a_callback_warn(
+    rate: Any, epochs: int, count: int
+) -> None:
+    """Once, if they do not rise; a later `fit` may use small rates."""
+    train = fit(tfkfac.KFAC(), scheduler(rate), epochs=epochs)
+    assert len(rate_warnings(train)) == count
+    assert not rate_warnings(train)
+
+
+def test_small_rates_that_are_assigned_warn() -> None:
+    def assign(optimizer: Any) -> None:
+        optimizer.learning_rate = 1e-3
+        optimizer.learning_rate = 1e-4
+
+    for optimizer in (tfkfac.KFAC(), tfkfac.KFAC(0.1)):
+        assert len(rate_warnings(lambda o=optimizer: assign(o))) == 1
+    trained = tfkfac.KFAC()
+    assert not rate_warnings(fit(trained))
+    assert not rate_warnings(lambda: assign(trained))
+    scaler = keras.optimizers.LossScaleOptimizer(tfkfac.KFAC())
+    assert len(rate_warnings(lambda: assign(scaler))) == 1
 
 
 def test_unknown_arguments_of_a_subclass() -> None:

@@ -64,6 +64,7 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
         "inner_optimizer": or_none((f"({INNER}|{RATE[0]})", NAME_OR_RATE)),
         "learning_rate": or_none(RATE),
         "momentum": or_none(BELOW_ONE),
+        "weight_decay": (r"a number in \[0, inf\)", (None, *NUMBER[1])),
         "damping": NUMBER,
         "kl_clip": or_none(POSITIVE),
         "step": one_of("natural", "spectral", none=True),
@@ -299,12 +300,14 @@ CONFLICTS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (KFAC, ("adam",), SPECTRAL, r"inner_optimizer=Adam\(\)"),
     (KFAC, (), {**SPECTRAL, "rest_optimizer": "inner"}, "must be an opt"),
     (KFAC, (SGD(0.1, **TWO),), TWO, "of one"),
+    (KFAC, ("adamw",), {"weight_decay": 0.1}, "`weight_decay`.*left out.*0.1"),
     (FOSI, (), {"num_largest": 0}, "`num_largest` and `num_smallest`"),
     (KFAC, (0.1, 0.01), {}, "positional"),
     *(
         (owner, (), {name: 0.1}, f"unexpected.* '{name}'")
         for owner in (KFAC, FOSI, GN)
         for name in ("lr", "weight_decay", "loss_scale_factor")
+        if name not in TAKES[owner]
     ),
     *(
         (owner, (), {name: value}, f"Did you mean '{choice}'")

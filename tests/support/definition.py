@@ -131,6 +131,7 @@ def by_definition(
     inverse_update_interval: int = 4,
     skip_layers: Sequence[str] = (),
     rest_optimizer: str | None = None,
+    weight_decay: float = 0.0,
     **unused: object,
 ) -> list[Array]:
     """Return the weights after some steps of `training.cnn`.
@@ -150,13 +151,19 @@ def by_definition(
     def multiplier(iteration: int) -> float:
         return 0.25 * float(warm_up(iteration)) if inner == "warm-up" else 1.0
 
+    def decayed(matrix: Array) -> Array:  # the last row is the bias
+        return weight_decay * np.vstack([matrix[:-1], 0 * matrix[-1:]])
+
     rule, rate = sgd(RATE, MOMENTUM), RATE
     if inner == "adam":
         rule, rate = adam(ADAM_RATE, betas=BETAS), ADAM_RATE
-    usual = 1e-3 if step == "natural" else 1e-2
-    rest = adam(
-        lambda n: float(np.float32(usual)) * multiplier(n), 0, (0.9, 0.999)
-    )
+    r = 0.0
+
+    def rest_rate(iteration: int) -> float:
+        peak = 1e-3 if step == "natural" else min(r, 0.1)
+        return float(np.float32(peak)) * multiplier(iteration)
+
+    rest = adam(rest_rate, 0, (0.9, 0.999))
     if rest_optimizer is not None:
         rest = adam(lambda n: ADAM_RATE * float(warm_up(n)), betas=BETAS)
     spectral = Spectral(ROOTS[solver]) if step == "spectral" else None
@@ -203,7 +210,10 @@ def by_definition(
             logits = records[-1][0][:, 0] @ weights[-1]
             loss = cross_entropy(logits, y[everyone])
             r = spectral.multiplier(squares, form, loss, iteration + 1)
-            changes = {k: -r * multiplier(iteration) * D[k] for k in covered}
+            changes = {
+                k: -r * multiplier(iteration) * (D[k] + decayed(weights[k]))
+                for k in covered
+            }
         else:
             new = {
                 k: SOLVES[solver](plain[k], *used[k], damping)
@@ -216,12 +226,15 @@ def by_definition(
             )
             changes = {
                 k: rule(nu * P, weights[k], slots[k], iteration + 1)
+                - rate * decayed(weights[k])
                 for k, P in new.items()
             }
         for layer in plain.keys() - changes.keys():
             changes[layer] = rest(
                 plain[layer], weights[layer], slots[layer], iteration + 1
             )
+            if rest_optimizer is None:
+                changes[layer] -= rest_rate(iteration) * decayed(weights[layer])
         for layer, change in changes.items():
             weights[layer] += change
     return [

@@ -49,10 +49,6 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     # without both of the dense layer.
     saved = 4 * (109**2 + elements - 2 * (109**2 + 4**2))
     assert f"dp_kfac saves {saved} B of a worker" in text
-    # 5 directions of 466 weights: 4 products with them, each of a
-    # multiplication and an addition; m = max(4 * 5, 2 ln 466) = 20.
-    assert f"adds {4 * 2 * 5 * 466 / 4:.3g} operations to a step" in text
-    assert f"{20 * 20 * 2 * 466 / 4:.3g} operations of orthogon" in text
 
 
 def test_own_model(

@@ -152,15 +152,17 @@ def _blocks_of(
     Also returns the reason if the layer has uncovered weights.
     """
     blocks: list[Block] = []
+    excluded: str | None = None
     outer = node.distributor
     for prefix, block_class in block_types(node.layer).items():
         if issubclass(block_class, without):
-            return blocks, EXCLUDED
+            excluded = EXCLUDED
+            continue
         reason = block_class.unsupported(node.layer)
         if outer is not None:
             reason = reason or TimeDistributedBlock.unsupported(outer)
         if reason is not None:
-            return blocks, reason
+            return blocks, excluded or reason
         parent, slash, name = node.path.rpartition("/")
         path = f"{parent}{slash}{prefix}{name}"
         try:
@@ -178,11 +180,11 @@ def _blocks_of(
             block = TimeDistributedBlock(outer, block)
         reason = _reason_to_skip(block, remaining, limit)
         if reason is not None:
-            return blocks, reason
+            return blocks, excluded or reason
         blocks.append(block)
         for variable in block.variables:
             del remaining[id(variable)]
-    return blocks, None
+    return blocks, excluded
 
 
 def _reason_to_skip(

@@ -138,6 +138,27 @@ def count_scalars(
     return count
 
 
+def before_relu(tensor: tf.Tensor) -> tf.Tensor:
+    """Return the input of a relu; another tensor itself, as in eager mode."""
+    if isinstance(tensor, ops.EagerTensor) or tensor.op.type != "Relu":
+        return tensor
+    return tensor.op.inputs[0]
+
+
+def is_copy(tensor: tf.Tensor, source: tf.Tensor) -> bool:
+    """True if a tensor is `source`, or a slice of it, reshaped or cast.
+
+    In eager mode, True only for the same tensor.
+    """
+    while tensor is not source:
+        if isinstance(tensor, ops.EagerTensor):
+            return False
+        if tensor.op.type not in (*_VIEWS, "Cast", "StridedSlice"):
+            return False
+        tensor = tensor.op.inputs[0]
+    return True
+
+
 def in_xla() -> bool:
     """True if XLA compiles the trace, by `GraphOrParentsInXlaContext`."""
     graph = tf.compat.v1.get_default_graph()
@@ -354,14 +375,50 @@ def kept_variables(handles: Sequence[tf.Tensor]) -> Iterator[None]:
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
-def has_effects(graph: tf.Graph) -> bool:
-    """True if a graph has stateful operations not in `RESOURCE_READ_OPS`."""
-    reads = auto_control_deps_utils.RESOURCE_READ_OPS
-    return any(
-        operation.op_def.is_stateful and operation.type not in reads
-        for operation in graph.get_operations()
-        if operation.type != "Placeholder"
-    )
+@contextlib.contextmanager
+def nonzero_variables(captured: Sequence[tf.Tensor]) -> Iterator[None]:
+    """Set captured scalar variables that are 0 to 1; restore them on exit.
+
+    A factor of a loss may grow from 0.
+    """
+    handles = []
+    for x in captured:
+        dtype = _variable_dtype(x) if x.dtype == tf.resource else None
+        if dtype is not None and dtype.is_floating:
+            value = tf.raw_ops.ReadVariableOp(resource=x, dtype=dtype)
+            if value.shape.rank == 0 and float(value) == 0:
+                handles.append(x)
+    with kept_variables(handles):
+        for x in handles:
+            one = tf.ones([], _variable_dtype(x))
+            tf.raw_ops.AssignVariableOp(resource=x, value=one)
+        yield
+
+
+def written_in(graph: tf.Graph) -> list[tf.Tensor]:
+    """Return handles of the variables that a graph writes.
+
+    This relies on `get_read_write_resource_inputs`, and on `_get_function` for
+    the graphs of called functions.
+
+    Raises:
+        ValueError: If the graph has other effects, such as a print.
+    """
+    handles: list[tf.Tensor] = []
+    find = auto_control_deps_utils.get_read_write_resource_inputs
+    for operation in graph.get_operations():
+        reads, writes = find(operation)
+        for handle in writes:
+            _append_variable(handles, _outermost(handle))
+        attributes = operation.node_def.attr.values()
+        called = [x.func.name for x in attributes if x.HasField("func")]
+        for name in called:
+            written_in(graph._get_function(name).graph)
+        is_stateful = operation.op_def.is_stateful and not called
+        is_allowed = operation.type in ("Placeholder", "Assert")
+        if is_stateful and not (reads or writes or is_allowed):
+            raise ValueError(f"Operation {operation.name} has effects.")
+    return handles
 
 
 def with_gradient(

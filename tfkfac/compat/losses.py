@@ -52,22 +52,33 @@ class Reduction:
     mask: tf.Tensor | None
     kind: str | None
 
+    def term_weights(self) -> tf.Tensor | None:
+        """Return sample weights times mask, shaped as `values`; None for 1.
 
-@dataclasses.dataclass(frozen=True)
-class Leaves:
-    """Predictions and logits of a loss call, watched by a gradient tape."""
+        A loss that returns a scalar is multiplied by the mean of the weights.
+        """
+        if not self.values.shape.rank and self.weights is not None:
+            return tf.reduce_mean(tf.cast(self.weights, tf.float32))
+        return self._product(self.weights, self.mask)
 
-    output: tf.Tensor
-    logits: tf.Tensor | None
-    tape: tf.GradientTape
+    def term_mask(self) -> tf.Tensor | None:
+        """Return the mask as numbers, shaped as `values`; None for 1."""
+        return self._product(self.mask)
 
-    def slopes(
-        self, values: tf.Tensor
-    ) -> tuple[tf.Tensor | None, tf.Tensor | None]:
-        """Gradients of `sum(values)` with respect to output and logits."""
-        logits = [] if self.logits is None else [self.logits]
-        gradients = self.tape.gradient(values, [self.output, *logits])
-        return gradients[0], gradients[1] if logits else None
+    def _product(self, *factors: tf.Tensor | None) -> tf.Tensor | None:
+        """Multiply factors that are not None, in the shape of `values`."""
+        present = [x for x in factors if x is not None]
+        rank, shape = self.values.shape.rank, tf.shape(self.values)
+        if not rank or not present:
+            return None
+        product = tf.ones(shape, tf.float32)
+        for weights in present:
+            if weights.shape.rank == rank + 1:  # with a last axis of size 1
+                weights = tf.squeeze(weights, -1)
+            while weights.shape.rank < rank:  # as Keras does
+                weights = tf.expand_dims(weights, -1)
+            product *= tf.cast(weights, product.dtype)
+        return product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +87,6 @@ class LossCall:
 
     Attributes:
         reduction: Reduction of the values; None if not done by Keras.
-        leaves: The predictions on a tape, if requested.
         written: Handles of the variables that the call changed.
     """
 
@@ -85,24 +95,20 @@ class LossCall:
     y_pred: Any
     reduction: Reduction | None
     result: tf.Tensor
-    leaves: Leaves | None = None
     written: Sequence[tf.Tensor] = ()
 
 
 @contextlib.contextmanager
 def observed_losses(
-    differentiated: Callable[[keras.losses.Loss], bool] = lambda _: False,
     check: Callable[[keras.losses.Loss, Any, Any], None] = lambda *_: None,
 ) -> Iterator[list[LossCall]]:
     """Record the loss calls of this thread in this context, in order.
 
     A loss that is called by another loss is not recorded. This relies on
-    `Loss.__call__` casting the predictions to the `dtype` of the loss, and
-    calling `reduce_weighted_values` through the attribute of its module.
+    `Loss.__call__` calling `reduce_weighted_values` through the attribute of
+    its module.
 
     Args:
-        differentiated: Predicate of a loss. If True, the call is recorded on a
-            tape, see `LossCall.leaves`.
         check: Function of a loss, its labels and its predictions, called before
             the loss.
     """
@@ -122,23 +128,13 @@ def observed_losses(
             return below(loss, y_true, y_pred, *args, **kwargs)
         check(loss, y_true, y_pred)
         reductions.append([])
-        leaves, predictions = None, y_pred
         try:
-            with contextlib.ExitStack() as stack:
-                is_float = tf.is_tensor(y_pred) and y_pred.dtype.is_floating
-                if is_float and differentiated(loss):
-                    tape = tf.GradientTape(watch_accessed_variables=False)
-                    stack.enter_context(tape)
-                    leaves = _watched(y_pred, tf.as_dtype(loss.dtype), tape)
-                    predictions = leaves.output
-                written = stack.enter_context(written_variables())
-                result = below(loss, y_true, predictions, *args, **kwargs)
+            with written_variables() as written:
+                result = below(loss, y_true, y_pred, *args, **kwargs)
         finally:
             recorded = reductions.pop()
         last = recorded[-1] if recorded else None
-        calls.append(
-            LossCall(loss, y_true, y_pred, last, result, leaves, written)
-        )
+        calls.append(LossCall(loss, y_true, y_pred, last, result, written))
         return result
 
     def reduce(
@@ -165,18 +161,6 @@ def observed_losses(
         overridden(loss_module, "reduce_weighted_values", reduce),
     ):
         yield calls
-
-
-def _watched(
-    y_pred: tf.Tensor, dtype: tf.DType, tape: tf.GradientTape
-) -> Leaves:
-    """Watch predictions, cast to the dtype of a loss, on a tape."""
-    if y_pred.dtype != dtype:
-        # Cast like Keras, whose cast drops the logits.
-        y_pred = in_place_of(y_pred, tf.cast(y_pred, dtype), None)
-    logits = logits_of(y_pred)
-    tape.watch([y_pred] if logits is None else [y_pred, logits])
-    return Leaves(y_pred, logits, tape)
 
 
 def loss_weights(model: keras.Model) -> list[tuple[Any, float]]:

@@ -80,6 +80,26 @@ def variable_key(
     return optimizer._var_key(variable)
 
 
+def is_decayed(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> bool:
+    """Return `_use_weight_decay`, which is False for excluded variables."""
+    return bool(optimizer._use_weight_decay(variable))
+
+
+def exclude_from_decay(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+) -> None:
+    """Exclude variables from weight decay, before any variable is decayed.
+
+    `exclude_from_weight_decay` would replace the variables that the user has
+    excluded. This relies on `_exclude_from_weight_decay`, a set of keys.
+    """
+    excluded = set(getattr(optimizer, "_exclude_from_weight_decay", ()))
+    excluded |= {variable_key(optimizer, v) for v in variables}
+    optimizer._exclude_from_weight_decay = excluded
+
+
 def updates_by_step(optimizer: keras.optimizers.Optimizer) -> bool:
     """True if an optimizer's update consists of its `update_step` calls.
 

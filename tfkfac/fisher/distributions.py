@@ -9,7 +9,6 @@ outputs are natural parameters (logits, means).
 
 import abc
 import dataclasses
-import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -20,7 +19,6 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.capture.model_taps import Pullback
-from tfkfac.compat.losses import LossCall
 from tfkfac.loss import recognition
 from tfkfac.loss import terms as loss_terms
 from tfkfac.loss.terms import LossTerms
@@ -195,71 +193,11 @@ class Poisson(Independent):
         return 1 / (tf.maximum(outputs, 0) + _EPSILON)
 
 
-class OneOf(Distribution):
-    """A distribution selected from several candidates during the step.
-
-    The index `len(candidates)` stands for an unknown distribution, which is
-    computed as a normal distribution.
-    """
-
-    def __init__(
-        self, candidates: Sequence[Distribution], index: tf.Tensor
-    ) -> None:
-        self.candidates = tuple(candidates)
-        self.index = index
-        self.categorical = all(d.categorical for d in candidates)
-
-    @property
-    def is_known(self) -> tf.Tensor:
-        """True if a candidate is selected, a scalar bool."""
-        return self.index < len(self.candidates)
-
-    @property
-    def is_categorical(self) -> tf.Tensor:
-        """True if the selected distribution is categorical, a scalar bool."""
-        flags = [d.categorical for d in self.candidates]
-        return tf.gather(tf.constant([*flags, False]), self.index)
-
-    def map(
-        self, function: Callable[[Distribution], Distribution]
-    ) -> "Distribution":
-        """Apply a function to each candidate."""
-        return one_of([function(d) for d in self.candidates], self.index)
-
-    @override
-    def sample(self, outputs: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        return self._switch(lambda d: d.sample(outputs, seed))
-
-    @override
-    def column(self, outputs: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
-        return self._switch(lambda d: d.column(outputs, index))
-
-    def _switch(self, compute: Callable[[Any], tf.Tensor]) -> tf.Tensor:
-        """Call a function with the selected distribution."""
-        branches = [
-            functools.partial(compute, d) for d in (*self.candidates, Normal())
-        ]
-        return tf.switch_case(self.index, branches)
-
-
-class OneOfIndependent(OneOf, Independent):
-    """`OneOf` whose candidates are all `Independent`."""
-
-    @override
-    def fisher(self, outputs: tf.Tensor) -> tf.Tensor:
-        return self._switch(lambda d: d.fisher(outputs))
-
-
-def one_of(candidates: Sequence[Distribution], index: tf.Tensor) -> OneOf:
-    """Create a `OneOf`; `OneOfIndependent` if the labels are independent."""
-    independent = all(isinstance(d, Independent) for d in candidates)
-    return (OneOfIndependent if independent else OneOf)(candidates, index)
-
-
 DistributionFunction = Callable[[keras.losses.Loss], Distribution | None]
 
 _DISTRIBUTIONS: dict[str | None, Distribution] = {
     recognition.NORMAL: Normal(),
+    recognition.RESIDUALS: Normal(),
     recognition.POISSON: Poisson(),
     recognition.BERNOULLI: Bernoulli(),
     recognition.BERNOULLI_LOGITS: Bernoulli(from_logits=True),
@@ -279,10 +217,7 @@ def distribution_of(terms: LossTerms) -> Distribution | None:
     get_distribution = loss_terms.look_up(_registered, terms.call.loss)
     if get_distribution is not None:
         return get_distribution(terms.call.loss)
-    if terms.verdict is not None:
-        candidates = [_DISTRIBUTIONS[name] for name in terms.verdict.names]
-        return one_of(candidates, terms.verdict.index)
-    return _DISTRIBUTIONS.get(terms.likelihood)
+    return _DISTRIBUTIONS.get(terms.likelihood.name)
 
 
 def register_distribution(
@@ -298,8 +233,10 @@ def register_distribution(
     `KFAC(fisher="monte_carlo")` and `KFAC(fisher="type2")` need it. It is
     known for Keras' mean squared error, binary, categorical and sparse
     categorical cross-entropy, Kullback-Leibler divergence and Poisson loss.
-    Custom functions that compute a multiple of one of the first four losses
-    are recognised, such as a sum of squares.
+    Custom functions that compute a multiple of one of the first four losses,
+    plus a constant, are recognised, such as a sum of squares. They are compared
+    once, on synthetic labels and outputs, and must have no effects other than
+    writing variables. `summary()` of the optimizer shows the result.
 
     `tfkfac.fisher` has the distributions `Normal`, `Bernoulli`, `Categorical`
     and `Poisson`, and the base classes `Distribution` and `Independent` for
@@ -327,8 +264,9 @@ def register_distribution(
         distribution: The distribution; or a function from the loss, a
             `keras.losses.Loss`, to its distribution or None.
         unit: Loss of a term divided by the negative log-likelihood of its
-            labels; positive. Defaults to None, for 1 or the recognised
-            multiple of a known loss.
+            labels; positive. With a `unit`, spectral steps do not follow the
+            standard deviation of the labels. Defaults to None, for 1 or the
+            recognised multiple of a known loss.
         features: With a `unit`, "sum" if the loss of a term is the sum over
             its outputs, "mean" if it is their mean. Keras' `mse` has "mean"
             and the unit 2. Defaults to "sum".
@@ -438,23 +376,6 @@ class Likelihood:
         """True if the labels of all outputs are classes."""
         return all(x.distribution.categorical for x in self.outputs)
 
-    def applies(self, include_categorical: bool) -> tf.Tensor | None:
-        """Scalar bool, True if all distributions are known; None if always.
-
-        With `include_categorical=False`, False if all are categorical.
-        """
-        distributions = [output.distribution for output in self.outputs]
-        dynamic = [d for d in distributions if isinstance(d, OneOf)]
-        if not dynamic:
-            return None
-        are_known = tf.reduce_all([d.is_known for d in dynamic])
-        if include_categorical or not all(
-            d.categorical or isinstance(d, OneOf) for d in distributions
-        ):
-            return are_known
-        categorical = [d.is_categorical for d in dynamic]
-        return are_known & tf.logical_not(tf.reduce_all(categorical))
-
 
 def find_likelihood(
     losses: Sequence[LossTerms], calls: Sequence[Pullback]
@@ -474,29 +395,25 @@ def find_likelihood(
     return "the loss is not computed on the outputs of a call of the model"
 
 
-def output_of(terms: LossTerms) -> Output | str:
-    """Return the `Output` of a loss, or why its distribution is unknown."""
+def output_of(
+    terms: LossTerms, fallback: Distribution | None = None
+) -> Output | str:
+    """Return the `Output` of a loss, or why its distribution is unknown.
+
+    A loss of the user's with an unknown distribution has the `fallback`.
+    """
     distribution = distribution_of(terms)
+    if distribution is None and terms.call is not None:
+        is_own = loss_terms.needs_recognition(terms.call.loss)
+        distribution = fallback if is_own else None
     if terms.call is None or distribution is None:
         name = "" if terms.call is None else terms.call.loss.name
         return f"the distribution of loss '{name}' is not known"
-    weights = _weights(terms.call)
-    return Output(terms.call.y_pred, distribution, weights)
-
-
-def _weights(call: LossCall) -> tf.Tensor | None:
-    """Return the term weights with the rank of the predictions, or None."""
-    reduction, predictions = call.reduction, call.y_pred
+    reduction, y_pred = terms.call.reduction, terms.call.y_pred
     assert reduction is not None
-    rank = reduction.values.shape.rank
-    factors = [w for w in (reduction.weights, reduction.mask) if w is not None]
-    if not rank or not factors:
-        return None
-    shape = tf.shape(reduction.values)
-    product = tf.ones(shape, tf.float32)
-    for weights in factors:
-        if weights.shape.rank == rank + 1:  # with a last axis of size 1
-            weights = tf.squeeze(weights, -1)
-        product *= tf.cast(weights, product.dtype)
-    missing = predictions.shape.rank - rank
-    return tf.reshape(product, tf.concat([shape, [1] * missing], 0))
+    weights = reduction.term_weights()
+    if weights is not None:
+        missing = y_pred.shape.rank - reduction.values.shape.rank
+        shape = tf.concat([tf.shape(weights), [1] * missing], 0)
+        weights = tf.reshape(weights, shape)
+    return Output(y_pred, distribution, weights)

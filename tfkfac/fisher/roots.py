@@ -16,7 +16,6 @@ from tfkfac.fisher.distributions import (
     Categorical,
     Distribution,
     Independent,
-    OneOf,
     Output,
 )
 
@@ -93,8 +92,6 @@ def root_of(
 
 def of_logits(distribution: Distribution) -> Distribution:
     """Return the distribution that takes logits instead of probabilities."""
-    if isinstance(distribution, OneOf):
-        return distribution.map(of_logits)
     if isinstance(distribution, Bernoulli):
         return Bernoulli(from_logits=True)
     assert isinstance(distribution, Categorical)

@@ -183,16 +183,12 @@ def _backprop(
 class Choice(NamedTuple):
     """Type of the Fisher matrix of a step, and why it was chosen.
 
-    Attributes:
-        reason: Reason for the choice; empty if the user chose the type.
-        applies: Scalar bool, False to use "empirical" in this step; None for
-            all steps.
+    `reason` is empty if the user chose the type.
     """
 
     type: str
     likelihood: Likelihood | None = None
     reason: str = ""
-    applies: tf.Tensor | None = None
 
 
 def choose_type(
@@ -216,14 +212,9 @@ def choose_type(
                 "distribution by `tfkfac.register_distribution`, or use "
                 'fisher="empirical".'
             )
-        applies = likelihood.applies(include_categorical=True)
-        return Choice(requested, likelihood, applies=applies)
+        return Choice(requested, likelihood)
     if isinstance(likelihood, str):
         return Choice(EMPIRICAL, reason=likelihood)
     if likelihood.is_categorical:
         return Choice(EMPIRICAL, reason="the labels are classes")
-    reason = "not all labels are classes"
-    applies = likelihood.applies(include_categorical=False)
-    if applies is not None:
-        reason = "in steps with a known distribution that is not categorical"
-    return Choice(MONTE_CARLO, likelihood, reason, applies)
+    return Choice(MONTE_CARLO, likelihood, "not all labels are classes")

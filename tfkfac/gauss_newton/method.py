@@ -124,7 +124,6 @@ class GaussNewtonMethod(Method):
     @override
     def run(self, step: Step) -> None:
         """Run one training step (equations in `gauss_newton/solve.py`)."""
-        step.record_losses("its Hessian is replaced by the identity")
         objective = Objective.of(step, self.space)
         model, residuals = self.job.model, objective.residuals
         self.outputs = max(rows.size for rows in objective.rows)
@@ -289,7 +288,6 @@ class GaussNewtonMethod(Method):
         return [
             ("rejected steps, no damping lowered the loss", state.rejected),
             ("steps at the rounding error of the loss", state.settled),
-            *self.job.losses.events(),
         ]
 
     # ----------------------------------------------------------- reporting
@@ -319,7 +317,6 @@ class GaussNewtonMethod(Method):
                 f"{int(self.states[0].tries.numpy())} tries in "
                 f"{int(job.clock)} steps."
             )
-        titles += self.job.losses.lines()
         rows = []
         for m in [int(last["residuals"])] if last else EXAMPLES:
             space = limits.space(solve, m)

@@ -22,7 +22,7 @@ from tfkfac.compat.graphs import count_scalars
 from tfkfac.compat.losses import logits_of
 from tfkfac.curvature.gauss_newton import Reading
 from tfkfac.curvature.hessian import dense, tape
-from tfkfac.fisher.distributions import Output, output_of
+from tfkfac.fisher.distributions import Normal, Output, output_of
 from tfkfac.fisher.roots import Root, root_of
 from tfkfac.gauss_newton.support import check_call
 from tfkfac.linalg.symmetric import band_shapes, bands, from_bands, pack, unpack
@@ -425,7 +425,7 @@ def outputs_of_losses(
     indices = {id(output): i for i, output in enumerate(flat)}
     result = []
     for terms in step.loss.losses:
-        output = output_of(terms)
+        output = output_of(terms, Normal())
         assert isinstance(output, Output)
         result.append((indices[id(output.predictions)], output))
     return result

@@ -11,9 +11,10 @@ import tensorflow as tf
 from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.capture.walk import walk
 from tfkfac.compat.losses import loss_function
-from tfkfac.fisher.distributions import output_of
+from tfkfac.fisher.distributions import Normal, output_of
 from tfkfac.loss.batch import changed_layers
-from tfkfac.loss.terms import LossTerms
+from tfkfac.loss.recognition import LOCATION
+from tfkfac.loss.terms import LossTerms, recognized
 from tfkfac.shell.model import uses_xla
 from tfkfac.shell.tables import bytes_text, unit_of
 from tfkfac.training.guards import refuse
@@ -75,6 +76,19 @@ def l2_of(variable: keras.Variable) -> float:
     return float(l2.l2)
 
 
+def _warn_of_unknown(model: keras.Model, terms: Sequence[LossTerms]) -> None:
+    """Warn of losses whose likelihood is unknown."""
+    for name, likelihood in recognized(terms):
+        if likelihood in (None, LOCATION):
+            warnings.warn(
+                f"Loss '{name}' of model '{model.name}' is a multiple of no "
+                "known likelihood. Its Hessian is replaced by the "
+                "identity. Declare its distribution with "
+                "`tfkfac.register_distribution`.",
+                stacklevel=3,
+            )
+
+
 def check_call(
     model: keras.Model, call: ForwardCall, terms: Sequence[LossTerms]
 ) -> None:
@@ -100,9 +114,10 @@ def check_call(
             "needs outputs that depend only on the example and the weights. "
             f"{_ADVICE}"
         )
+    _warn_of_unknown(model, terms)
     returned = {id(t): t for t in keras.tree.flatten(call.outputs)}
     for loss_terms in terms:
-        output = output_of(loss_terms)
+        output = output_of(loss_terms, Normal())
         if isinstance(output, str):
             raise ValueError(
                 f"`GaussNewton` needs a loss that is a sum of squares or a "

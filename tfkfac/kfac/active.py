@@ -6,19 +6,21 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfkfac.blocks import Block, LayerGradient, RowGradient
+from tfkfac.blocks import Block, LayerGradient, RowGradient, Statistic
 from tfkfac.blocks.statistics import (
     BatchSettings,
     choose_subsample,
     records_of,
 )
 from tfkfac.capture.taps import Record, Tap, is_product
+from tfkfac.compat.graphs import before_relu, is_copy
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.distributed.plan import Plan
 from tfkfac.fisher import types
 from tfkfac.fisher.types import Choice, Statistics
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import Counters, Preconditioner, State
+from tfkfac.loss.terms import LossTerms
 from tfkfac.solvers.base import most_rows
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Step
@@ -44,6 +46,14 @@ class ActiveBlock:
     """Rows (a, g) of the gradient `a^T g`; None for a dense gradient."""
     row_limit: int = 0
     """Largest number of rows that are cheaper than the dense gradient."""
+    output_scale: tf.Tensor | None = None
+    """Factor of D; the damping is divided by its square. None for 1."""
+
+    def damping(self, damping: tf.Tensor) -> tf.Tensor:
+        """Return the damping of the block in the unit of its factors."""
+        if self.output_scale is None:
+            return damping
+        return damping / tf.cast(tf.square(self.output_scale), damping.dtype)
 
     def precondition(self, gradient: LayerGradient) -> LayerGradient:
         """Precondition a gradient on a gradient worker."""
@@ -122,6 +132,48 @@ def report_unexplained(
             "of the forward pass, nor the sum of all; factor G is computed "
             "from the nearest of these.",
         )
+
+
+def output_layer(
+    layers: Sequence[ActiveBlock], terms: LossTerms
+) -> ActiveBlock | None:
+    """Return the layer that computes the outputs of a loss, or None."""
+    for layer in layers:
+        for record in layer.records:
+            source = record.output
+            if terms.call is None or source is None:
+                continue
+            if is_copy(before_relu(terms.call.y_pred), source):
+                return layer
+    return None
+
+
+def scale_outputs(
+    layers: Sequence[ActiveBlock],
+    last_layers: Sequence[ActiveBlock | None],
+    deviations: Sequence[tf.Tensor | None],
+) -> list[ActiveBlock]:
+    """Set `output_scale` of the layers that compute the outputs of losses.
+
+    Only the last layer has the unit of the labels, with standard deviation s:
+    `output_scale = max(s, min(1, sqrt(inputs) rms(kernel)))`.
+    """
+    scales: dict[int, tf.Tensor] = {}
+    for layer, s in zip(last_layers, deviations, strict=True):
+        if layer is not None and s is not None:
+            least = scales.get(layer.position, _output_size(layer))
+            scales[layer.position] = tf.maximum(s, least)
+    return [
+        dataclasses.replace(layer, output_scale=scales.get(layer.position))
+        for layer in layers
+    ]
+
+
+def _output_size(layer: ActiveBlock) -> tf.Tensor:
+    """Return `min(1, sqrt(inputs) rms(kernel))` of a layer, float64."""
+    kernel = tf.convert_to_tensor(layer.block.variables[0])
+    squares = tf.reduce_sum(tf.square(kernel)) / kernel.shape[-1]
+    return tf.minimum(tf.sqrt(tf.cast(squares, tf.float64)), 1.0)
 
 
 def in_stages(
@@ -220,30 +272,48 @@ def batch_statistics(
         (total,) = step.group.all_reduce([tensor])
         return total
 
-    def empirical() -> Statistics:
-        return types.empirical(recorded, settings)
-
-    def chosen_statistics() -> Statistics:
-        likelihood = choice.likelihood
-        if likelihood is None:
-            return empirical()
-        if choice.type == types.TYPE2:
-            return types.type2(recorded, settings, likelihood)
+    likelihood = choice.likelihood
+    if likelihood is None or choice.type == types.EMPIRICAL:
+        statistics = types.empirical(recorded, settings)
+    elif choice.type == types.TYPE2:
+        statistics = types.type2(recorded, settings, likelihood)
+    else:
         seeds = label_seeds(step, state, len(likelihood.outputs))
-        return types.monte_carlo(
+        statistics = types.monte_carlo(
             recorded, settings, likelihood, seeds, global_sum
         )
-
-    if choice.applies is None:
-        statistics = chosen_statistics()
-    else:
-        statistics = tf.cond(choice.applies, chosen_statistics, empirical)
     return {
         position: {"A": by_name["G"], "G": by_name["A"]}
         if recorded[position][0].swapped
         else by_name
         for position, by_name in statistics.items()
     }
+
+
+def divide_output_statistics(
+    statistics: Statistics,
+    layers: Sequence[ActiveBlock],
+    unit: tf.Tensor | None,
+    is_empirical: bool,
+) -> Statistics:
+    """Divide the statistics of the output gradients by a unit of the loss.
+
+    Empirical statistics are divided by its square.
+    """
+    if unit is None:
+        return statistics
+    result = {}
+    swapped = {layer.position: layer.used.swapped for layer in layers}
+    for position, by_name in statistics.items():
+        name = "A" if swapped.get(position) else "G"
+        total, count = by_name[name]
+        # The average is `total / count`. Scale the count, a scalar, instead of
+        # the matrix; the square of a unit could overflow.
+        count *= tf.cast(unit, count.dtype)
+        if is_empirical:
+            total /= tf.cast(unit, total.dtype)
+        result[position] = {**by_name, name: Statistic(total, count)}
+    return result
 
 
 def label_seeds(step: Step, state: State, outputs: int) -> list[tf.Tensor]:

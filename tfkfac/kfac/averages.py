@@ -391,6 +391,13 @@ class Pending(Accumulation):
         self._counts = [
             self._sum(b, "counts", [len(b.factors)]) for b in blocks.values()
         ]
+        self.moments = self.slot(
+            "moments",
+            (None,),
+            "float64",
+            spread=Spread.PARTIAL,
+            is_finite=False,
+        )
 
     def _sum(self, block: Block, name: str, shape: Sequence[int]) -> Any:
         fields: Any = {"spread": Spread.PARTIAL, "is_finite": False}

@@ -1,7 +1,7 @@
 """K-FAC method: stages of one training step, state and reporting."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -21,13 +21,15 @@ from tfkfac.kfac.active import (
     ActiveBlock,
     active_blocks,
     batch_statistics,
+    divide_output_statistics,
     in_stages,
     observed,
     report_unexplained,
+    scale_outputs,
     with_rows,
 )
 from tfkfac.kfac.averages import Pending
-from tfkfac.kfac.length import Batch
+from tfkfac.kfac.length import WARMUP, Batch
 from tfkfac.kfac.natural import Natural, count_invalid
 from tfkfac.kfac.placement import (
     FACTORS,
@@ -36,12 +38,15 @@ from tfkfac.kfac.placement import (
     find_due_groups,
     steps_between,
 )
+from tfkfac.kfac.scales import Moments
 from tfkfac.kfac.settings import Distribution, KFACSettings
 from tfkfac.kfac.spectral import Spectral
 from tfkfac.kfac.state import State, local_factors
 from tfkfac.loss.batch import trace_nested_calls
+from tfkfac.loss.terms import recognized
 from tfkfac.saving.entries import Contents
 from tfkfac.shell.method import Method
+from tfkfac.shell.rest import follow_lengths
 from tfkfac.solvers.registry import make_solver
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
@@ -63,13 +68,17 @@ class KFACMethod(Method):
         if isinstance(distribution, str):
             distribution = Distribution(distribution)
         self._rule = _RULES[settings.step](
-            settings.damping, settings.kl_clip, settings.momentum
+            settings.damping,
+            settings.kl_clip,
+            settings.momentum,
+            settings.weight_decay,
         )
         self._distribution = distribution
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
         self._advised: set[str] = set()
         self._choice: Choice | None = None
+        self._loss_lines: list[str] = []
 
     @property
     def _state(self) -> State:
@@ -84,6 +93,17 @@ class KFACMethod(Method):
             if 0 in self.job.topology.local:
                 warnings.warn(text, stacklevel=3)
 
+    def _report_losses(self, step: Step) -> None:
+        """Keep the likelihoods for the summary; warn of unknown losses."""
+        likelihoods = recognized(step.loss.losses)
+        self._loss_lines = [
+            f"Loss '{loss}' is taken for: {name or 'no likelihood'}"
+            for loss, name in likelihoods
+        ]
+        for loss, name in likelihoods:
+            if name is None:
+                self._advise(report.unknown_loss_warning(self.job, loss))
+
     # ------------------------------------------------------------ the step
     @override
     def run(self, step: Step) -> None:
@@ -94,7 +114,7 @@ class KFACMethod(Method):
         by_rows = self.placement.takes_rows and state.pending is None
         if by_rows and self._rule.takes_rows(step.group.size):
             layers = [with_rows(layer, step) for layer in layers]
-        step.record_losses("its unit is 1, its Fisher matrix the empirical one")
+        self._report_losses(step)
         if not self.job.terms_of(step.batch):
             is_passed = step.batch.value is not None
             rule = Natural if is_passed else self._rule
@@ -105,10 +125,13 @@ class KFACMethod(Method):
         batch = self._rule.read(
             step, self._advise, self.settings.gradient_accumulation_steps or 1
         )
+        moments = self._rule.moments(step, layers)
         if state.pending is None:
-            self.update(layers, step, statistics, batch)
+            self.update(layers, step, statistics, batch, moments)
         else:
-            self.accumulate(layers, step, state.pending, statistics, batch)
+            self.accumulate(
+                layers, step, state.pending, statistics, batch, moments
+            )
 
     def update(
         self,
@@ -116,12 +139,21 @@ class KFACMethod(Method):
         step: Step,
         statistics: Callable[[], Statistics],
         batch: Batch | None,
+        moments: Moments | None,
     ) -> None:
         """Update the weights from local gradients, which are reduced here."""
         state, rule = self._state, self._rule
         damping = rule.damping.at(self.job.clock)
         # Reduce: all-reduce the gradients and the requests for new inverses.
-        requested, sums = self.reduce(step, batch)
+        requested, sums, totals = self.reduce(step, batch, moments)
+        if moments is not None and totals is not None:
+            assert state.length is not None
+            # Units: use the spread of the labels and the mean weight.
+            units = moments.update(state.length.scale_sums, totals)
+            step.multiply_unit(units.factor)
+            layers = scale_outputs(layers, moments.layers, units.deviations)
+            is_early = self.job.clock < WARMUP
+            step.output_changes = moments.changes(totals, units, is_early)
         step.check_finite()
         # Factors: all-reduce the statistics, update the running averages.
         self.update_factors(layers, step, statistics)
@@ -182,26 +214,29 @@ class KFACMethod(Method):
         )
 
     def reduce(
-        self, step: Step, batch: Batch | None
-    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """All-reduce gradients and requests for inverse updates in one message.
+        self, step: Step, batch: Batch | None, moments: Moments | None
+    ) -> tuple[tf.Tensor, list[tf.Tensor], tf.Tensor | None]:
+        """All-reduce gradients and requests for inverse updates together.
 
         A gradient worker cannot compute the inverse of another worker's block.
         So a block that one worker requests is recomputed by its owner.
 
         Returns:
-            A bool for each block, True if its inverse is requested, and the
-            sums of the scalars of the step rule.
+            A bool for each block, True if its inverse is requested, the sums
+            of the scalars of the step rule, and those of the moments.
         """
         requested = tf.equal(self._state.counters.decomposed, 0)
         gradient = next((g for g in step.gradients if g is not None), None)
         dtype = tf.float32 if gradient is None else gradient.dtype
         scalars = self._rule.scalars(step, batch)
         extra = [tf.cast(value, dtype) for value in (requested, *scalars)]
+        if moments is not None:
+            extra.append(moments.values)
         request_counts, *sums = step.reduce(*extra)
+        totals = None if moments is None else sums.pop()
         if self.placement.plan.shares_clocks:
             requested = request_counts > 0
-        return requested, [tf.cast(x, tf.float64) for x in sums]
+        return requested, [tf.cast(x, tf.float64) for x in sums], totals
 
     def accumulate(
         self,
@@ -210,11 +245,14 @@ class KFACMethod(Method):
         pending: Pending,
         statistics: Callable[[], Statistics],
         batch: Batch | None,
+        moments: Moments | None,
     ) -> None:
         """Add a micro-batch; update the weights after the last one."""
         step.keep_finite(tf.convert_to_tensor(pending.loss))
         step.weigh()
         pending.add(step)
+        if moments is not None:
+            moments = moments.accumulated(pending.moments)
         scheduled, initial = self.factors_due(layers, step)
         tf.cond(
             scheduled | initial,
@@ -224,7 +262,7 @@ class KFACMethod(Method):
 
         def complete() -> tf.Tensor:
             merged = pending.merged(step)
-            self.update(layers, merged, pending.statistics, batch)
+            self.update(layers, merged, pending.statistics, batch, moments)
             pending.reset()
             return tf.constant(0)
 
@@ -253,11 +291,22 @@ class KFACMethod(Method):
         """All-reduce statistics and update the averages if they are due."""
         state, placement = self._state, self.placement
         scheduled, initial = self.factors_due(layers, step)
+        assert self._choice is not None
+        is_empirical = self._choice.type == EMPIRICAL
+        # Skip gradients at outputs that are still far from the labels.
+        fits = [is_due for is_due, _ in step.output_changes.values()]
+        is_usable = ~tf.reduce_any(fits) if fits else tf.constant(True)
 
         def move_averages() -> None:
             reduced = placement.exchange.reduce_statistics(
-                step.group, statistics()
+                step.group,
+                divide_output_statistics(
+                    statistics(), layers, step.unit_factor, is_empirical
+                ),
             )
+            when(is_usable, lambda: mix(reduced))
+
+        def mix(reduced: Statistics) -> None:
             any_updated = state.update_averages(
                 reduced, self.settings.factor_decay, scheduled
             )
@@ -294,9 +343,10 @@ class KFACMethod(Method):
         for layer in layers:
             group = self.placement.schedule_groups[layer.position]
             groups.setdefault(group, []).append(layer.position)
+        dampings = {layer.position: layer.damping(damping) for layer in layers}
         updated = [
             self._update_group(
-                positions, step, groups_due[group] | requested, damping
+                positions, step, groups_due[group] | requested, dampings
             )
             for group, positions in sorted(groups.items())
         ]
@@ -307,7 +357,7 @@ class KFACMethod(Method):
         positions: Sequence[int],
         step: Step,
         due: tf.Tensor,
-        damping: tf.Tensor,
+        dampings: Mapping[int, tf.Tensor],
     ) -> tf.Tensor:
         """Recompute the inverses of one schedule group; True if any was due."""
         state, placement = self._state, self.placement
@@ -319,10 +369,10 @@ class KFACMethod(Method):
         def decompose_group() -> None:
             decompositions = placement.exchange.share_decompositions(
                 step.group,
-                state.decompose(positions, placement.solver, damping),
+                state.decompose(positions, placement.solver, dampings),
                 positions,
             )
-            state.replace_decompositions(decompositions, damping, due)
+            state.replace_decompositions(decompositions, dampings, due)
 
         any_due = tf.reduce_any(due)
         when(any_due, decompose_group)
@@ -391,6 +441,8 @@ class KFACMethod(Method):
             return state
 
         self.states = self.job.for_each(make_state)
+        lengths = [x.length.factor for x in self.states if x.length]
+        follow_lengths(self.job.rest_optimizer, lengths)
         return self.states
 
     @override
@@ -415,17 +467,14 @@ class KFACMethod(Method):
 
     @override
     def events(self) -> list[tuple[str, tf.Variable]]:
-        return [
-            *(event for state in self.states for event in state.events()),
-            *self.job.losses.events(),
-        ]
+        return [event for state in self.states for event in state.events()]
 
     # ----------------------------------------------------------- reporting
     @override
     def summary(self) -> list[str]:
         notes = [
             report.fisher_text(self.settings.fisher, self._choice),
-            *self.job.losses.lines(),
+            *self._loss_lines,
         ]
         return report.describe(
             self.job,

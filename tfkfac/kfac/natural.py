@@ -18,6 +18,7 @@ from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.length import Batch
 from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.scales import Moments
 from tfkfac.kfac.state import (
     HINT_STEP,
     LOW_FACTOR,
@@ -74,8 +75,10 @@ class Natural:
         damping: Hyperparameter,
         clip: Hyperparameter,
         momentum: float | None,
+        weight_decay: float | None,
     ) -> None:
         self.momentum = momentum
+        self.weight_decay = weight_decay
         self.damping = damping
         self._clip = clip
 
@@ -90,6 +93,12 @@ class Natural:
         self, step: Step, advise: Callable[[str, str], None], micro_batches: int
     ) -> Batch | None:
         """Return the batch values that `gradients` needs; None by default."""
+        return None
+
+    def moments(
+        self, step: Step, layers: Sequence[ActiveBlock]
+    ) -> Moments | None:
+        """Return the sums from which the unit of the loss follows, or None."""
         return None
 
     def scalars(self, step: Step, batch: Batch | None) -> list[tf.Tensor]:

@@ -1,7 +1,8 @@
 """K-FAC as a preconditioner in front of any Keras optimizer."""
 
+import warnings
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import keras
 import numpy as np
@@ -10,6 +11,7 @@ from keras.saving import serialize_keras_object
 
 from tfkfac.capture.walk import LayerRule
 from tfkfac.checks import check_choice, check_count, check_range, if_given
+from tfkfac.compat.optimizers import exclude_from_decay, rate_of
 from tfkfac.fisher.types import TYPES
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
@@ -22,6 +24,7 @@ from tfkfac.kfac.settings import (
     check_layer_rules,
     choose_optimizers,
     choose_step,
+    is_vector,
     serialize_layer_rule,
     with_fraction,
 )
@@ -33,6 +36,7 @@ from tfkfac.shell.arguments import (
 )
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 from tfkfac.shell.rest import INNER
+from tfkfac.shell.small_rates import RateCheck
 from tfkfac.solvers import SOLVERS
 
 Inner: TypeAlias = keras.optimizers.Optimizer | str | dict[str, Any]
@@ -58,7 +62,9 @@ class KFAC(SecondOrderOptimizer):
     term of the loss (an example, token or pixel, whatever Keras' mean is over):
     they do not depend on the batch size, and a mean, a sum and any multiple of
     one loss make the same steps. With several losses, number of terms and unit
-    are those of the one with the largest unit, its weight included.
+    are those of the one with the largest unit, its weight included. Spectral
+    steps do not depend on the unit of the targets of squared errors and other
+    losses of residuals, or on a factor of all class or sample weights either.
 
     Weights without a block (see `summary`) have an optimizer of their own, the
     rest optimizer; when these are most of a model, a warning says so. Layer
@@ -67,6 +73,10 @@ class KFAC(SecondOrderOptimizer):
     >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
     >>> model.fit(x, y, epochs=10)
     >>> model.optimizer.summary()
+
+    Against overfitting:
+
+    >>> model.compile(optimizer=tfkfac.KFAC(weight_decay=0.1), loss="mse")
 
     Args:
         inner_optimizer: A Keras optimizer, its identifier or config, or a
@@ -78,20 +88,32 @@ class KFAC(SecondOrderOptimizer):
             rate multiplies it. None is `tfkfac.schedules.FitDecay(peak)`,
             which falls linearly to 0 over each `fit`, from 1.0 with spectral
             and from 0.1 with natural-gradient steps. A rate that is set
-            during training, as by `ReduceLROnPlateau`, ends this decay.
-            Defaults to None.
+            during training, as by `ReduceLROnPlateau`, ends this decay. Rates
+            below 0.03 with spectral and below 0.003 with natural-gradient
+            steps cause a warning. Defaults to None.
         momentum: Momentum in [0, 1). None is 0.9 with spectral steps, and 0.5
             for the default inner optimizer with natural-gradient steps; other
             inner optimizers have their own. Defaults to None.
         rest_optimizer: A Keras optimizer, its name or config, for the weights
             without a block, which `summary` lists. "inner" leaves them to the
             inner optimizer, as the papers do; spectral steps do not allow it.
-            None is Adam. Its learning rate is 0.01 times that of spectral
-            steps. With natural-gradient steps it is 0.001 beside a constant
-            rate, 0.01 times the schedule of an SGD, or equal to the schedule
-            of another inner optimizer, and follows its changes. None and a
-            name take over `use_ema`, `ema_momentum` and
+            None is Adam. With spectral steps its learning rate is
+            `min(r, 0.1)` times theirs, where r is "clip_factor" of
+            `last_step`. With natural-gradient steps it is 0.001 beside a
+            constant rate, 0.01 times the schedule of an SGD, or equal to the
+            schedule of another inner optimizer, and follows its changes. None
+            and a name take over `use_ema`, `ema_momentum` and
             `ema_overwrite_frequency` of the inner optimizer. Defaults to None.
+        weight_decay: Decoupled weight decay, at least 0, in the units of Muon
+            and AdamW: with spectral steps `w -= weight_decay * r * s * w`,
+            where s is the learning rate and r the factor of the length in
+            `last_step`. With natural-gradient steps, and for the weights of
+            the default `rest_optimizer`, `w -= rate * weight_decay * w`, with
+            the rate of the optimizer that trains them. Another
+            `rest_optimizer` keeps its own. Biases, norm scales and offsets do
+            not decay, nor do weights that `exclude_from_weight_decay` names.
+            Leave it out with an `inner_optimizer` that has its own. None is
+            no decay. Defaults to None.
         step: "natural" preconditions the gradient, limits its length by
             `kl_clip` and passes it to the inner optimizer. "spectral"
             orthogonalises the momentum in the metric of the factors. None is
@@ -198,6 +220,7 @@ class KFAC(SecondOrderOptimizer):
         learning_rate: Schedule | None = None,
         momentum: float | None = None,
         rest_optimizer: Inner | None = None,
+        weight_decay: float | None = None,
         step: str | None = None,
         damping: Schedule = 0.01,
         kl_clip: Schedule | None = DEFAULT_KL_CLIP,
@@ -221,8 +244,14 @@ class KFAC(SecondOrderOptimizer):
             distribution = with_fraction(distribution, gradient_worker_fraction)
         step = choose_step(step, inner_optimizer, learning_rate, kl_clip)
         momentum = if_given(check_range, "momentum", momentum, 0, 1)
+        weight_decay = if_given(check_range, "weight_decay", weight_decay, 0)
         inner, rest = choose_optimizers(
-            step, inner_optimizer, learning_rate, momentum, rest_optimizer
+            step,
+            inner_optimizer,
+            learning_rate,
+            momentum,
+            rest_optimizer,
+            weight_decay,
         )
         gradient_accumulation_steps = take_over_accumulation(
             inner, gradient_accumulation_steps
@@ -231,6 +260,7 @@ class KFAC(SecondOrderOptimizer):
             step=step,
             # The inner optimizer has the momentum of natural-gradient steps.
             momentum=momentum if step == "spectral" else None,
+            weight_decay=weight_decay,
             damping=Hyperparameter("damping", damping),
             kl_clip=Hyperparameter(
                 "kl_clip", kl_clip, positive=True, optional=True
@@ -265,6 +295,10 @@ class KFAC(SecondOrderOptimizer):
         )
         method = KFACMethod(settings)
         super().__init__(inner, method, name, max_skipped_steps, rest)
+        # Other inner optimizers, such as Adam, have rates of their own size.
+        is_sgd = isinstance(inner, keras.optimizers.SGD)
+        self._rate_check = RateCheck(self.name, step if is_sgd else None)
+        self._rate_check.set(rate_of(inner), None, 0)
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
@@ -282,6 +316,48 @@ class KFAC(SecondOrderOptimizer):
                 "create another optimizer. Received: "
                 f"gradient_accumulation_steps={value!r}"
             )
+
+    @property
+    def weight_decay(self) -> float | None:
+        """The argument `weight_decay`; the inner optimizer's if it is None."""
+        value = self.method.settings.weight_decay
+        return self.inner_optimizer.weight_decay if value is None else value
+
+    @weight_decay.setter
+    def weight_decay(self, value: float | None) -> None:
+        """Accept only the current value, and None of Keras' constructor."""
+        if hasattr(self, "method") and value != self.weight_decay:
+            raise AttributeError(
+                "Argument `weight_decay` cannot be changed: create another "
+                f"optimizer. It is {self.weight_decay!r}. Received: "
+                f"weight_decay={value!r}"
+            )
+
+    def check_rate(self, rate: Any) -> None:
+        """Warn once, on one worker, of a rate of Adam's size.
+
+        See `RateCheck`.
+
+        Args:
+            rate: The rate that is set; None at the end of `fit`.
+        """
+        if self._job is not None and 0 not in self._job.topology.local:
+            return
+        if not tf.executing_eagerly():  # a step of the user's sets the rate
+            return
+        if rate is None:
+            self._rate_check.finish()
+            return
+        is_in_fit = bool(self.plan.in_fit.numpy())
+        epoch = int(self.plan.epoch.numpy()) if is_in_fit else None
+        self._rate_check.set(rate, epoch, self.num_updates)
+
+    def _build_wrapped(self, variables: list[keras.Variable]) -> None:
+        if self.method.settings.weight_decay:
+            vectors = [v for v in variables if is_vector(v)]
+            for optimizer in self._optimizers:
+                exclude_from_decay(optimizer, vectors)
+        super()._build_wrapped(variables)
 
     @property
     def last_step(self) -> dict[str, float]:
@@ -355,14 +431,37 @@ class KFAC(SecondOrderOptimizer):
 
     def _arguments(self) -> dict[str, Any]:
         arguments = super()._arguments()
+        arguments["weight_decay"] = self.method.settings.weight_decay
         for name in ("skip_layers", "only_layers"):
             if arguments[name] is not None:
                 rules = [serialize_layer_rule(rule) for rule in arguments[name]]
                 arguments[name] = rules
         return arguments
 
+    @classmethod
+    def from_config(
+        cls,
+        config: dict[str, Any],
+        custom_objects: dict[str, Any] | None = None,
+    ) -> Self:
+        """Create an optimizer from its config, without `RateCheck`'s warning.
+
+        Args:
+            config: The result of `get_config`.
+            custom_objects: Classes and functions by their names in the config.
+        """
+        with warnings.catch_warnings():
+            # The rate of a saved optimizer may have fallen during training.
+            warnings.filterwarnings("ignore", "The learning rate")
+            return super().from_config(config, custom_objects)
+
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor."""
         rest = self.rest_optimizer
         saved_rest = INNER if rest is None else serialize_keras_object(rest)
-        return super().get_config() | {"rest_optimizer": saved_rest}
+        config = super().get_config() | {"rest_optimizer": saved_rest}
+        inner_config = config["inner_optimizer"]["config"]
+        is_argument = config["weight_decay"] is not None
+        if is_argument and "weight_decay" in inner_config:
+            inner_config["weight_decay"] = None  # the constructor sets it
+        return config

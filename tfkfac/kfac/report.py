@@ -88,6 +88,16 @@ def unseen_loss_warning(job: Job, note: str) -> str:
     )
 
 
+def unknown_loss_warning(job: Job, loss: str) -> str:
+    """Warning about a loss that is a multiple of no likelihood."""
+    return (
+        f"Loss '{loss}' of model '{job.model.name}' is a multiple of no known "
+        f"likelihood. Optimizer '{job.name}' uses its value as the negative "
+        "log-likelihood of a term, and the empirical Fisher matrix. Declare "
+        "its distribution and unit with `tfkfac.register_distribution`."
+    )
+
+
 def rest_role_and_class(job: Job) -> tuple[str, str]:
     """Role and class name of the optimizer of uncovered weights."""
     inner, rest = job.inner_optimizer, job.rest_optimizer

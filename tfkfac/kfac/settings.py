@@ -20,19 +20,16 @@ from tfkfac.shell.arguments import (
 )
 from tfkfac.shell.rest import (
     INNER,
+    LengthRate,
     ProportionalRate,
     choose_rest,
     default_rest_rate,
 )
+from tfkfac.shell.small_rates import RATE
 
 # Default learning rate of natural-gradient steps, whose length is clipped.
-RATE = 0.1
 DEFAULT_KL_CLIP = 0.02
 STEPS = ("natural", "spectral")
-# Rate of Adam for uncovered weights, if the rate of spectral steps is 1. On the
-# full problems of the study 0.003 is level: llama 1.458 (0.01: 1.451),
-# transformer 1.485 (1.495), means of two seeds.
-SPECTRAL_REST_RATE = 0.01
 # Inner optimizers that rescale each element of the preconditioned gradient.
 _ADAPTIVE = (
     keras.optimizers.Adam,
@@ -272,6 +269,7 @@ def choose_optimizers(
     learning_rate: Any,
     momentum: float | None,
     rest_optimizer: Any,
+    weight_decay: float | None,
 ) -> tuple[keras.optimizers.Optimizer, keras.optimizers.Optimizer | None]:
     """Return the inner and the rest optimizer for the arguments of `KFAC`."""
     defaults: dict[str, Any] = {
@@ -292,12 +290,31 @@ def choose_optimizers(
             "`KFAC(rest_optimizer=...)` for the weights without a block.",
             stacklevel=3,
         )
+    if weight_decay is not None and inner.weight_decay is not None:
+        raise ValueError(
+            "Argument `weight_decay` must be left out with `inner_optimizer`, "
+            "which has its own. Received: weight_decay="
+            f"{weight_decay} with inner_optimizer.weight_decay="
+            f"{inner.weight_decay}"
+        )
+    if weight_decay and step == "natural":
+        inner.weight_decay = weight_decay
     if step == "spectral":
         check_spectral(inner, rest_optimizer)
-        rate = ProportionalRate(SPECTRAL_REST_RATE, 1.0)
+        rate: ProportionalRate = LengthRate()
     else:
         rate = default_rest_rate(inner)
-    return inner, choose_rest(rest_optimizer, inner, rate)
+    return inner, choose_rest(rest_optimizer, inner, rate, weight_decay)
+
+
+def is_vector(variable: keras.Variable) -> bool:
+    """True for biases, norm scales and offsets, which do not decay.
+
+    Biases of attention and of `GRU`s have two axes.
+    """
+    name = variable.name
+    is_named = "bias" in name or name in ("gamma", "beta", "scale")
+    return is_named or len(variable.shape) < 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -306,6 +323,7 @@ class KFACSettings:
 
     step: str
     momentum: float | None  # None for natural-gradient steps
+    weight_decay: float | None
     damping: Hyperparameter
     kl_clip: Hyperparameter
     fisher: str | None

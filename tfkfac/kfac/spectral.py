@@ -14,8 +14,9 @@ factor (Amsel et al., 2025). Vectors are divided by their norm. D is zero where
 N is zero: weights without a gradient do not move. A matrix without a block has
 the identity in place of both factors.
 
-All D get the same root mean square, which `length.py` determines. If the loss
-is unknown, it is 0.01 s at the learning rate s.
+All D get the same root mean square: `0.2 r s` at the learning rate s, with r of
+`length.py`, or 0.01 s if the loss is unknown. The last layer's D is multiplied
+by its `output_scale`. Weights decay by `weight_decay r s`.
 """
 
 import math
@@ -29,8 +30,12 @@ from typing_extensions import override
 from tfkfac.blocks import LayerGradient, MatrixGradient
 from tfkfac.blocks.registry import Registry
 from tfkfac.compat.functions import shared_call, when
-from tfkfac.compat.optimizers import variable_key
-from tfkfac.kfac.active import ActiveBlock
+from tfkfac.compat.optimizers import (
+    is_decayed,
+    knows_variable,
+    variable_key,
+)
+from tfkfac.kfac.active import ActiveBlock, output_layer
 from tfkfac.kfac.averages import (
     PlainMatrix,
     clear_unused,
@@ -50,6 +55,7 @@ from tfkfac.kfac.natural import (
     scale_rows,
 )
 from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.scales import Moments
 from tfkfac.kfac.state import HINT_STEP, State, StepReport
 from tfkfac.linalg.polar import polar_factors
 from tfkfac.linalg.tensors import all_finite, are_finite, select, stack_scalars
@@ -109,6 +115,15 @@ class Spectral(Natural):
         return Batch.of(step, advise, micro_batches)
 
     @override
+    def moments(
+        self, step: Step, layers: Sequence[ActiveBlock]
+    ) -> Moments | None:
+        losses = step.loss.losses
+        last_layers = [output_layer(layers, terms) for terms in losses]
+        moments = Moments(step.loss, last_layers)
+        return moments if moments.values.shape[0] else None
+
+    @override
     def scalars(self, step: Step, batch: Batch | None) -> list[tf.Tensor]:
         assert batch is not None
         return [step.weighted_excess(), batch.labels]
@@ -155,7 +170,10 @@ class Spectral(Natural):
 
             def curvature() -> tf.Tensor:
                 factor = tf.ones([], tf.float64)
-                return measure(replace_gradients(directions, factor, plain))
+                form = measure(replace_gradients(directions, factor, plain))
+                if step.unit_factor is None:
+                    return form
+                return form / step.unit_factor
 
             excess, labels = sums
             factor = state.length.rate(
@@ -164,7 +182,9 @@ class Spectral(Natural):
                 labels,
                 curvature,
                 step.job.plan.count_updates(step.job.clock),
+                batch.power,
             )
+        state.length.factor.assign(tf.cast(factor, tf.float32))
         rate = tf.cast(step.job.inner_optimizer.learning_rate, tf.float64)
         length = tf.square(rate * factor) * square
         state.report.assign(length=length, damping=damping, clip_factor=factor)
@@ -176,12 +196,67 @@ class Spectral(Natural):
             gradient if D is None else D * tf.cast(factor, D.dtype)
             for gradient, D in zip(step.gradients, plain, strict=True)
         ]
-        return replace_gradients(directions, factor, gradients)
+        gradients = replace_gradients(directions, factor, gradients)
+        if self.weight_decay:
+            add_decay(gradients, step, self.weight_decay * factor)
+        return fit_outputs(gradients, step, state)
 
     @override
     def bytes(self, placement: Placement, rank: int) -> dict[str, int]:
         plain = plain_bytes(placement.registry.leftovers)
         return {"momenta": placement.momentum_bytes(rank) + plain}
+
+
+def fit_outputs(gradients: Gradients, step: Step, state: State) -> Gradients:
+    """Replace the step by the fits of outputs that are due."""
+    if not step.output_changes:
+        return gradients
+    flags = {i: due for i, (due, _) in step.output_changes.items()}
+    due = tf.reduce_any(list(flags.values()))
+    rate = tf.convert_to_tensor(step.job.inner_optimizer.learning_rate)
+
+    def fit() -> list[Any]:
+        # Forget the momenta and rho of the outputs before the fit.
+        assert state.length is not None
+        state.length.steps.assign(0)
+        for preconditioner in state.preconditioners:
+            if preconditioner.momentum is not None:
+                preconditioner.momentum.reset()
+        for matrix in state.plain:
+            matrix.reset()
+        replaced = []
+        for i in present:
+            gradient = tf.nest.map_structure(tf.zeros_like, gradients[i])
+            if i in flags:
+                # SGD multiplies the gradient by the learning rate.
+                change = step.output_changes[i][1]
+                change = tf.math.divide_no_nan(
+                    -change, tf.cast(rate, change.dtype)
+                )
+                gradient = select(flags[i], change, gradient)
+            replaced.append(gradient)
+        return replaced
+
+    present = [
+        i for i, gradient in enumerate(gradients) if gradient is not None
+    ]
+    results = tf.cond(due, fit, lambda: [gradients[i] for i in present])
+    replaced = list(gradients)
+    for i, gradient in zip(present, results, strict=True):
+        replaced[i] = gradient
+    return replaced
+
+
+def add_decay(gradients: Gradients, step: Step, decay: tf.Tensor) -> None:
+    """Add `decay * w` to the gradient of each weight that SGD trains."""
+    inner = step.job.inner_optimizer
+    for i, (gradient, variable) in enumerate(
+        zip(gradients, step.variables, strict=True)
+    ):
+        is_trained = gradient is not None and knows_variable(inner, variable)
+        if is_trained and is_decayed(inner, variable):
+            w = tf.convert_to_tensor(variable)
+            gradients[i] = gradient + tf.cast(decay, w.dtype) * w
 
 
 def orthogonalize(
@@ -319,6 +394,9 @@ def _check_directions(
     directions = []
     for layer, (D, square), flag in zip(layers, results, flags, strict=True):
         D.set_shape(layer.block.gradient_shape)
+        if layer.output_scale is not None:
+            scale = tf.cast(layer.output_scale, D.dtype)
+            D, square = D * scale, square * tf.square(scale)
         directions.append(
             Preconditioned(layer, MatrixGradient(D), square, flag)
         )

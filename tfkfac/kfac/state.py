@@ -25,9 +25,9 @@ from tfkfac.kfac.averages import (
 )
 from tfkfac.kfac.length import SpectralLength
 from tfkfac.kfac.placement import Placement
-from tfkfac.kfac.settings import RATE
 from tfkfac.saving.entries import Contents, Entry, Spread
 from tfkfac.saving.slots import Slots
+from tfkfac.shell.small_rates import RATE
 from tfkfac.solvers import Solver
 from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
@@ -193,7 +193,10 @@ class State(Tracked):
         return tf.minimum(tf.reduce_sum(updates), 1)
 
     def decompose(
-        self, places: Sequence[int], solver: Solver, damping: tf.Tensor
+        self,
+        places: Sequence[int],
+        solver: Solver,
+        dampings: Mapping[int, tf.Tensor],
     ) -> dict[int, Tensors]:
         """Decompose this worker's factors of the blocks at indices `places`."""
         parts: dict[int, Tensors] = {}
@@ -201,14 +204,19 @@ class State(Tracked):
             if i in places and preconditioner.factors is not None:
                 block = preconditioner.block
                 with name_in_memory_errors(block.path):
-                    parts[i] = preconditioner.factors.decompose(solver, damping)
+                    parts[i] = preconditioner.factors.decompose(
+                        solver, dampings[i]
+                    )
                 specs = solver.all_parts(block.factors)
                 for name, tensor in parts[i].items():
                     tensor.set_shape(specs[name].shape)
         return parts
 
     def replace_decompositions(
-        self, parts: Mapping[int, Tensors], damping: tf.Tensor, due: tf.Tensor
+        self,
+        parts: Mapping[int, Tensors],
+        dampings: Mapping[int, tf.Tensor],
+        due: tf.Tensor,
     ) -> None:
         """Replace the decompositions that are due and finite."""
         counters = self.counters
@@ -218,7 +226,9 @@ class State(Tracked):
             preconditioner = self.preconditioners[i]
             decomposition = preconditioner.decomposition
             if decomposition is not None:
-                finite[i] = decomposition.replace(tensors, damping, due_list[i])
+                finite[i] = decomposition.replace(
+                    tensors, dampings[i], due_list[i]
+                )
                 if preconditioner.momentum is not None:
                     decomposition.whiten_momentum(preconditioner.momentum)
         count_each(

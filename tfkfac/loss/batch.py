@@ -35,7 +35,6 @@ from tfkfac.loss.terms import (
     LossTerms,
     check_labels,
     mean_over,
-    needs_recognition,
     read_terms,
 )
 
@@ -85,7 +84,7 @@ class LossTap(ModelTap[LossBatch]):
     ) -> Any:
         if not capturing():
             return below(*args, **kwargs)
-        with observed_losses(needs_recognition, check_labels) as calls:
+        with observed_losses(check_labels) as calls:
             loss = below(*args, **kwargs)
         model, earlier_batches = self._model(), self.pop_items()
         arguments = self.signature.bind(*args, **kwargs).arguments

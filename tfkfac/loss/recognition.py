@@ -1,457 +1,394 @@
-"""Test in each batch whether a loss is a multiple of a known likelihood.
+"""Recognise the likelihood of a loss by its values for synthetic examples.
 
-For each candidate likelihood, compare the values of the loss with
-`u * nll`, where `u = sum(values) / sum(nll)`. The loss is a multiple of the
-likelihood if all compared terms agree within 0.1 %. `u` is computed in each
-step, because a loss weight may be a variable. A Huber loss agrees with the
-normal likelihood only in batches without large residuals.
+A loss is a multiple of a likelihood if the loss of a term is `u nll + h`, with
+constants `u > 0` and `h`, for synthetic labels and outputs with the negative
+log-likelihood `nll`. So the likelihood belongs to the definition of a loss, not
+to a batch. `u` and `h` are computed again in each step if the loss reads a
+variable, such as a weight that changes, or if a shape is not static.
 
-To limit the cost, compare at most `_MAX_ROWS` terms, including the term with
-the largest value, because robust losses differ at large residuals. The values
-of fewer than `_MIN_TERMS` terms, or a scalar loss, could be a multiple of any
-likelihood. In these cases, compare the gradients at the outputs, too.
+A location loss is a multiple of no likelihood in the table. It depends only on
+the residuals `z - y` of outputs z and labels y, and increases with their size:
+absolute errors, Huber losses, quantile losses.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
+import keras
 import tensorflow as tf
 
-from tfkfac.compat.losses import Leaves, LossCall, Reduction
+from tfkfac.capture.model_taps import paused
+from tfkfac.compat.graphs import (
+    kept_variables,
+    nonzero_variables,
+    written_in,
+)
+from tfkfac.compat.losses import LossCall, in_place_of, logits_of
+from tfkfac.compat.overrides import keep_on
 
 # Names of likelihoods; the outputs are means, rates, probabilities or logits.
-NORMAL, POISSON = "normal", "poisson"
+NORMAL, POISSON, LOCATION = "normal", "poisson", "location"
+# A normal distribution of labels 0, which the loss does not read.
+RESIDUALS = "normal, without labels"
 BERNOULLI, CATEGORICAL = "bernoulli", "categorical"
 BERNOULLI_LOGITS = "bernoulli logits"
 CATEGORICAL_LOGITS = "categorical logits"
 LOGITS = {BERNOULLI: BERNOULLI_LOGITS, CATEGORICAL: CATEGORICAL_LOGITS}
+_ACTIVATIONS = {BERNOULLI: tf.sigmoid, CATEGORICAL: tf.nn.softmax}
 
-# Relative tolerance of the comparison; rounding error of float32 probabilities;
-# Keras clips probabilities to [_EPSILON, 1 - _EPSILON].
-_TOLERANCE, _ROUNDING, _EPSILON = 1e-3, 1e-6, 1e-7
+# Attribute of a loss: cached results of the comparison.
+_MATCHES = "_tfkfac_likelihoods"
+# Relative tolerance of the comparison, and relative rounding error of u and h.
+_TOLERANCE, _ROUNDING = 1e-3, 1e-5
+# Scales of the residuals or logits of the synthetic examples.
+_SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
+# Scale of residuals for which robust losses differ from the normal likelihood.
+_LARGE = 1e4
+_SHIFT = 3.0  # added to labels and outputs, which changes no location loss
+_OPEN_SIZE = 3  # size of axes that are not static, in the comparison
+# Numbers with the mean size and nearly the variance of a standard normal
+# distribution: its 16-quantiles of odd index, times 1.04.
+_NORMAL_NUMBERS = [
+    sign * x for x in (0.163, 0.509, 0.923, 1.6) for sign in (1.0, -1.0)
+]
 
-
-class Verdict(NamedTuple):
-    """Likelihood and unit of a loss, from the comparisons of all replicas.
-
-    Attributes:
-        names: Names of the candidate likelihoods.
-        index: Index of the likelihood in `names`, an int32 scalar;
-            `len(names)` if no likelihood agrees.
-        unit: Unit of the loss; 1 if no likelihood agrees.
-        is_counted: Scalar bool, False if the step is not reported although no
-            likelihood agrees, as for a loss that is not finite.
-    """
-
-    names: tuple[str, ...]
-    index: tf.Tensor
-    unit: tf.Tensor
-    is_counted: tf.Tensor
-
-    @property
-    def is_known(self) -> tf.Tensor:
-        """Scalar bool, True if a likelihood agrees."""
-        return self.index < len(self.names)
+Sizes = Any  # sequence of sizes, None if not static, or a tensor
 
 
-class Recognition(NamedTuple):
-    """Comparison of a loss with all candidate likelihoods on one replica.
+class Shapes(NamedTuple):
+    """Shapes of the labels and outputs of an example."""
 
-    Attributes:
-        sums: Numbers to sum over the replicas, float64 `(len(names), 7)`.
-        is_reported: True to report a loss that matches no likelihood.
-    """
-
-    names: tuple[str, ...]
-    sums: tf.Tensor
-    is_reported: bool = True
-
-    def times(self, factor: tf.Tensor) -> "Recognition":
-        """Return the `Recognition` of `factor` times the loss."""
-        powers = tf.constant([0, 1, 0, 2, 1, 0, 0], tf.float64)
-        return self._replace(sums=self.sums * tf.pow(factor, powers))
-
-    def verdict(self, sums: tf.Tensor) -> Verdict:
-        """Choose the likelihood, given `sums` summed over all replicas."""
-        wrong, product, square, spread, values, nll, floor = tf.unstack(
-            sums, axis=1
-        )
-        unit = tf.math.divide_no_nan(product, square)
-        expected = unit * nll
-        tolerance = _TOLERANCE * tf.abs(expected) + unit * floor
-        # The units of all replicas must be equal: test their variance.
-        variance = spread - tf.math.divide_no_nan(product**2, square)
-        equal = variance <= _TOLERANCE**2 * spread
-        fits = (wrong == 0) & equal & (tf.abs(values - expected) <= tolerance)
-        is_zero = (wrong == 0) & (values == 0) & (nll <= floor)
-        fits = is_zero | (fits & (unit > 0) & tf.math.is_finite(unit))
-        number = len(self.names)
-        index = tf.reduce_min(tf.where(fits, tf.range(number), number))
-        unit = tf.where(is_zero, tf.ones_like(unit), unit)
-        units = tf.concat([unit, tf.ones([1], unit.dtype)], 0)
-        return Verdict(
-            self.names,
-            index,
-            tf.gather(units, index),
-            tf.math.is_finite(values[0]) & self.is_reported,
-        )
+    labels: Sizes
+    outputs: Sizes
 
 
-class _Form(NamedTuple):
-    """A candidate likelihood as functions of labels y and outputs z.
+class Likelihood(NamedTuple):
+    """Likelihood of a loss: `u nll + h` for each term.
 
     Attributes:
-        nll: `nll(y, z)`, the negative log-likelihood of each output or term.
-        residuals: `residuals(y, z)`, the gradient of the negative
-            log-likelihood in its natural parameters: mean - label.
-        slopes: `slopes(z, g)`, converts the gradient g of the loss at z to
-            the gradient in the natural parameters.
-        of_classes: True if labels may be integer classes.
-        by_logits: True if z are Keras' logits behind the outputs.
+        name: None if the loss is a multiple of no likelihood.
+        unit: u; 1 for location losses and unknown losses.
+        constant: h, for location losses the loss of a term without residuals.
+        spread: For location losses, a function from a standard deviation to
+            the increase of the loss of a term, per output, by normally
+            distributed residuals.
+        used: Function from labels and outputs to a bool for each output, False
+            if the loss ignores the label; None if it uses all.
     """
 
-    name: str
-    nll: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
-    residuals: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
-    slopes: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
-    of_classes: bool = False
-    by_logits: bool = False
+    name: str | None = None
+    unit: float | tf.Tensor = 1.0
+    constant: float | tf.Tensor = 0.0
+    spread: Callable[[tf.Tensor], tf.Tensor] | None = None
+    used: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | None = None
 
 
-def _bernoulli(y: tf.Tensor, p: tf.Tensor) -> tf.Tensor:
-    p = tf.clip_by_value(p, _EPSILON, 1 - _EPSILON)
-    return -y * tf.math.log(p) - (1 - y) * tf.math.log(1 - p)
+UNKNOWN = Likelihood()
 
 
-def _normalized(z: tf.Tensor) -> tf.Tensor:
-    return tf.math.divide_no_nan(z, _row_sum(z))
+def recognize(
+    call: LossCall, summed: bool, name: str | None = None
+) -> Likelihood:
+    """Compare a loss with the likelihoods of its labels.
+
+    Args:
+        call: A call of the loss.
+        summed: True if the loss sums over the examples and returns a scalar.
+        name: The name of the likelihood; None to compare.
+    """
+    tensors = call.y_true, call.y_pred
+    static = [tf.TensorShape(getattr(t, "shape", None)) for t in tensors]
+    if not all(shape.rank for shape in static):
+        return UNKNOWN
+    shapes = Shapes(*(tuple(shape[1:]) for shape in static))
+    has_logits = logits_of(call.y_pred) is not None
+    matches = keep_on(call.loss, _MATCHES, _Cache)
+    # Attributes of the loss, such as a factor, may change before `compile`.
+    numbers = tuple(
+        (key, value)
+        for key, value in sorted(vars(call.loss).items())
+        if isinstance(value, (bool, int, float))
+    )
+    key = shapes, has_logits, summed, name, numbers
+    if key not in matches:
+        with paused(), tf.init_scope():
+            names = _candidates(shapes, has_logits) if name is None else (name,)
+            matches[key] = _find_match(
+                call.loss, shapes, has_logits, summed, names
+            )
+    match = matches[key]
+    if match is None:
+        return UNKNOWN
+    if match.constants is not None:
+        return match.likelihood(shapes, *match.constants)
+    sizes = Shapes(*(tf.shape(t)[1:] for t in tensors))
+    return match.likelihood(sizes, *match.fit(sizes, _SCALES[::4]))
 
 
-def _row_sum(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_sum(tensor, -1, keepdims=True)
+class _Cache(dict[Any, "_Match | None"]):
+    """Results by shapes, which copies of a loss do not share."""
+
+    def __reduce__(self) -> Any:
+        return _Cache, ()
 
 
-_NORMAL = _Form(
-    NORMAL,
-    lambda y, z: tf.square(z - y) / 2,
-    lambda y, z: z - y,
-    lambda z, g: g,
-)
-_BERNOULLI = _Form(
-    BERNOULLI, _bernoulli, lambda y, z: z - y, lambda z, g: g * z * (1 - z)
-)
-_BERNOULLI_LOGITS = _Form(
-    BERNOULLI_LOGITS,
-    lambda y, z: tf.nn.sigmoid_cross_entropy_with_logits(labels=y, logits=z),
-    lambda y, z: tf.sigmoid(z) - y,
-    lambda z, g: g,
-)
-# Normalise the outputs, as the loss may do: p = z / sum z.
-_CATEGORICAL = _Form(
-    CATEGORICAL,
-    lambda y, z: (
-        -y * tf.math.log(tf.clip_by_value(_normalized(z), _EPSILON, 1))
-    ),
-    lambda y, z: _normalized(z) * _row_sum(y) - y,
-    lambda z, g: z * g - _normalized(z) * _row_sum(z * g),
-    of_classes=True,
-)
-_CATEGORICAL_LOGITS = _Form(
-    CATEGORICAL_LOGITS,
-    lambda y, z: -y * tf.nn.log_softmax(z),
-    lambda y, z: tf.nn.softmax(z) * _row_sum(y) - y,
-    lambda z, g: g,
-    of_classes=True,
-)
-_LOGIT_FORMS = (_BERNOULLI_LOGITS, _CATEGORICAL_LOGITS)
-# Likelihoods of Keras' softmax or sigmoid outputs, computed from the logits.
-_BEHIND_OUTPUTS = (
-    _BERNOULLI_LOGITS._replace(name=BERNOULLI, by_logits=True),
-    _CATEGORICAL_LOGITS._replace(name=CATEGORICAL, by_logits=True),
-)
-# Maximum number of compared terms, and of outputs in these terms. With fewer
-# than `_MIN_TERMS` terms, compare gradients, too.
-_MAX_ROWS, _MAX_NUMBERS, _MIN_TERMS = 64, 4096, 4
+def _candidates(shapes: Shapes, has_logits: bool) -> tuple[str, ...]:
+    """Return the names of the likelihoods that the shapes allow."""
+    are_classes = _are_classes(shapes)
+    if are_classes is None:
+        return (RESIDUALS,)
+    binary, classes = (
+        (name,) if has_logits else (LOGITS[name], name)
+        for name in (BERNOULLI, CATEGORICAL)
+    )
+    if are_classes:
+        return (*classes, RESIDUALS)
+    return (NORMAL, *binary, *classes, RESIDUALS, LOCATION)
 
 
-class _Labels(NamedTuple):
-    """Labels of a batch as a tensor, in a shape that matches the outputs.
+def _are_classes(shapes: Shapes) -> bool | None:
+    """Return True if a label is a class per term; None if shapes differ."""
+    labels, outputs = (tf.TensorShape(shape) for shape in shapes)
+    forms = [labels, labels[:-1]] if labels[-1:] == [1] else [labels]
+    if outputs.rank and outputs[-1] == 1:
+        forms.append(labels.concatenate(1))
+    if any(form.is_compatible_with(outputs) for form in forms):
+        return False
+    if any(form.is_compatible_with(outputs[:-1]) for form in forms):
+        return True
+    return None
+
+
+# ------------------------------------------------------------ the comparison
+class _Match:
+    """A likelihood that a loss may be a multiple of, and both for an example.
+
+    Args:
+        loss: The loss.
+        shapes: Static shapes; None for sizes that are not static.
+        name: Name of the likelihood.
+        has_logits: True if the outputs have Keras' logits.
+        summed: True if the loss sums over the examples and returns a scalar.
 
     Attributes:
-        values: Labels in the shape of the outputs, or an integer class per
-            term; 0 where `fit` is False.
-        fit: Scalar bool, False if the labels have the wrong shape.
+        constants: u and h of a loss; None if they may change.
     """
-
-    values: tf.Tensor
-    are_classes: bool
-    fit: tf.Tensor
-
-
-def compare_with_likelihoods(
-    call: LossCall, leaves: Leaves, reduction: Reduction
-) -> Recognition | None:
-    """Compare a loss with the likelihoods of its labels; None if none fits."""
-    labels = _labels_of(call.y_true, leaves.output)
-    if labels is None:
-        return None
-    forms = [_NORMAL, *_LOGIT_FORMS, _BERNOULLI, _CATEGORICAL]
-    if leaves.logits is not None:  # softmax or sigmoid outputs
-        forms = [*_BEHIND_OUTPUTS, _NORMAL, _BERNOULLI, _CATEGORICAL]
-    if labels.are_classes:
-        forms = [form for form in forms if form.of_classes]
-    names = tuple(form.name for form in forms)
-    sums = _Comparison(forms, leaves, reduction, labels).compare()
-    return Recognition(names, tf.stop_gradient(sums))
-
-
-class _Comparison:
-    """Compare a loss with likelihoods; rows hold the outputs of one term."""
 
     def __init__(
         self,
-        forms: Sequence[_Form],
-        leaves: Leaves,
-        reduction: Reduction,
-        labels: _Labels,
+        loss: keras.losses.Loss,
+        shapes: Shapes,
+        name: str,
+        has_logits: bool,
+        summed: bool,
     ) -> None:
-        values = self._values = tf.stop_gradient(reduction.values)
-        self._forms, self._leaves = forms, leaves
-        self._reduction, self._labels = reduction, labels
-        self._is_scalar = values.shape.rank == 0
-        output = leaves.output
-        rank = max(output.shape.rank, 2)
-        axes = min(values.shape.rank, rank - 1) if values.shape.rank else 1
-        self._size = output.shape[-1] if output.shape.rank > 1 else 1
-        if self._size is None:
-            self._size = tf.shape(output)[-1]
-        shape = tf.shape(output)[:axes]
-        self.terms = tf.reduce_prod(shape)
-        self.fit = labels.fit
-        if not self._is_scalar:
-            shapes_agree = tf.equal(tf.shape(values)[:axes], shape)
-            self.fit &= tf.reduce_all(shapes_agree)
-        self._mask, mask = None, reduction.mask
-        if mask is not None and values.shape.rank and mask.shape.rank:
-            if mask.shape.rank == values.shape.rank + 1:
-                mask = tf.squeeze(mask, -1)
-            if mask.shape.rank == axes:
-                self._mask = tf.reshape(tf.cast(mask, tf.bool), [-1])
-        self._length = output.shape[axes:].num_elements()
-        self._wide = tf.float64 if output.dtype == tf.float64 else tf.float32
+        activation = _ACTIVATIONS.get(name)
 
-    def compare(self) -> tf.Tensor:
-        """Return the `sums` of a `Recognition`."""
-        any_terms, are_few = self.terms > 0, self.terms < _MIN_TERMS
-        by_values = any_terms & tf.logical_not(are_few | self._is_scalar)
-        branch = tf.cast(any_terms, tf.int32) + tf.cast(by_values, tf.int32)
-        return tf.switch_case(
-            tf.where(self.fit, branch, 0),
-            [self._empty, self._by_gradients, self._by_values],
+        def values(labels: tf.Tensor, z: tf.Tensor) -> tf.Tensor:
+            outputs = z
+            if activation is not None:
+                logits = z if has_logits else None
+                outputs = in_place_of(z, activation(z), logits)
+            return tf.convert_to_tensor(loss.call(labels, outputs))
+
+        self.name, self._dtype = name, tf.as_dtype(loss.dtype)
+        self._are_classes = _are_classes(shapes)
+        specs = [tf.TensorSpec([None, *shape], self._dtype) for shape in shapes]
+        function = tf.function(values, autograph=False)
+        self._values = function.get_concrete_function(*specs)
+        self._written = written_in(self._values.graph)
+        self._rank = self._values.structured_outputs.shape.rank
+        self._is_sum = summed and self._rank == 0
+        captured = [outer for outer, _ in self._values.graph.captures]
+        reads_variables = any(x.dtype == tf.resource for x in captured)
+        self.constants: tuple[float, float] | None = None
+        sizes = Shapes(*(_filled(shape) for shape in shapes))
+        with nonzero_variables(captured):
+            unit, constant = (float(x) for x in self._check(sizes))
+        if sizes == shapes and not reads_variables:
+            self.constants = unit, constant
+
+    def likelihood(self, sizes: Shapes, unit: Any, constant: Any) -> Likelihood:
+        """Return the likelihood of a step, given u and h."""
+        spread = None
+        if self.name == LOCATION:
+            spread = functools.partial(self._spread, sizes, constant)
+        used = self._used if self.name in (NORMAL, LOCATION) else None
+        return Likelihood(self.name, unit, constant, spread, used)
+
+    def fit(self, sizes: Shapes, scales: Sequence[float]) -> tuple[Any, Any]:
+        """Compute u and h from examples of different scales."""
+        if self.name == LOCATION:
+            return 1.0, self._at_residuals(sizes, [0.0, 0.0])
+        losses, nlls = self._examples(sizes, scales)
+        deviations = nlls - tf.reduce_mean(nlls)
+        unit = tf.math.divide_no_nan(
+            tf.reduce_sum(deviations * losses),
+            tf.reduce_sum(tf.square(deviations)),
+        )
+        constant = tf.reduce_mean(losses - unit * nlls)
+        ratio = tf.math.divide_no_nan(
+            tf.reduce_sum(losses), tf.reduce_sum(nlls)
+        )
+        # Without h, the ratio has a smaller rounding error than the slope.
+        has_none = tf.abs(constant) <= 10 * _ROUNDING * ratio * nlls[-1]
+        zero = tf.zeros_like(constant)
+        return tf.where(has_none, ratio, unit), tf.where(
+            has_none, zero, constant
         )
 
-    def _empty(self) -> tf.Tensor:
-        """Return zero sums; the first column is 1 if shapes disagree."""
-        wrong = tf.cast(tf.logical_not(self.fit), tf.float64)
-        return tf.pad(tf.fill([len(self._forms), 1], wrong), [[0, 0], [0, 6]])
+    def _check(self, sizes: Shapes) -> tuple[Any, Any]:
+        """Return u and h, or raise an error if the loss differs.
 
-    # ------------------------------------------------------------- rows
-    def _sample(self) -> tf.Tensor:
-        """Return indices of rows: evenly spaced, and the largest value."""
-        length = self._length or _MAX_NUMBERS // 16
-        limit = max(_MIN_TERMS, min(_MAX_ROWS, _MAX_NUMBERS // length))
-        count = tf.minimum(limit, self.terms)
-        spaced = tf.range(count) * (self.terms // count)
-        if self._is_scalar:
-            return spaced
-        largest = tf.argmax(self._row_values(), output_type=tf.int32)
-        return tf.concat([[largest], spaced], 0)
+        Keras' location losses are compared, too.
+        """
+        unit, constant = self.fit(sizes, _SCALES)
+        if self.name == LOCATION:
+            _require(self._is_location(sizes, constant))
+            return unit, constant
+        _require(unit > 0 and bool(tf.math.is_finite(unit)))
+        has_residuals = self.name in (NORMAL, RESIDUALS)
+        scales = (*_SCALES, _LARGE) if has_residuals else _SCALES
+        losses, nlls = self._examples(sizes, scales)
+        error = tf.abs(losses - unit * nlls - constant)
+        limit = _TOLERANCE * unit * nlls + _ROUNDING * tf.abs(constant)
+        _require(bool(tf.reduce_all(error <= limit)))
+        return unit, constant
 
-    def _row_values(self) -> tf.Tensor:
-        """Return the loss value of each term, 0 for masked terms."""
-        rows = tf.reshape(self._values, [self.terms, -1])
-        return self._masked(tf.reduce_sum(rows, -1), None)
+    def _examples(
+        self, sizes: Shapes, scales: Sequence[float]
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the loss and `nll` of a term for an example of each scale."""
+        pairs = []
+        for i, scale in enumerate(scales):
+            labels, z, nll = self._example(sizes, i, scale)
+            # Repeat the example: a loss may squeeze a batch of one row.
+            loss = self._loss(tf.stack([labels, labels]), tf.stack([z, z]))
+            pairs.append((loss, nll / self._terms(sizes)))
+        losses, nlls = zip(*pairs, strict=True)
+        return tf.stack(losses), tf.stack(nlls)
 
-    def _rows(
-        self, tensor: tf.Tensor, index: tf.Tensor | None = None
+    def _example(
+        self, sizes: Shapes, seed: int, scale: float
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Return labels, outputs or logits z, and their `nll` (float64)."""
+        random, noise = (
+            tf.random.stateless_normal(
+                sizes.outputs, [seed, i], dtype=self._dtype
+            )
+            for i in range(2)
+        )
+        z = scale * noise
+        if self.name == NORMAL:
+            labels, z = random, random + z
+            nll = tf.square(z - labels) / 2
+        elif self.name == RESIDUALS:
+            labels = tf.random.stateless_normal(
+                sizes.labels, [seed, 2], dtype=self._dtype
+            )
+            nll = tf.square(z) / 2
+        elif self.name in (BERNOULLI, BERNOULLI_LOGITS):
+            labels = tf.cast(random > 0, self._dtype)
+            nll = tf.nn.sigmoid_cross_entropy_with_logits(labels, z)
+        else:
+            classes = tf.argmax(random, -1)
+            labels = tf.one_hot(classes, sizes.outputs[-1], dtype=self._dtype)
+            nll = -labels * tf.nn.log_softmax(z)
+            if self._are_classes:
+                labels = tf.cast(classes, self._dtype)
+        labels = tf.reshape(labels, sizes.labels)
+        return labels, z, tf.reduce_sum(tf.cast(nll, tf.float64))
+
+    def _loss(self, labels: tf.Tensor, z: tf.Tensor) -> tf.Tensor:
+        """Return the mean loss of the terms of a batch, float64."""
+        with kept_variables(self._written):
+            values = self._values(labels, z)
+        mean = tf.reduce_mean(tf.cast(values, tf.float64))
+        if self._is_sum:
+            examples, *sizes = tf.unstack(tf.shape(z))
+            terms = self._terms(Shapes((), tf.stack(sizes)))
+            mean /= tf.cast(examples, tf.float64) * terms
+        return mean
+
+    def _terms(self, sizes: Shapes) -> tf.Tensor:
+        """Return the number of terms of an example, float64."""
+        # A scalar is the loss of predictions, vectors on the last axis.
+        axes = self._rank - 1 if self._rank else -1
+        return _product(sizes.outputs[:axes])
+
+    def _used(self, labels: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        """Return `Likelihood.used`: the loss has a gradient at residuals 1."""
+        labels = tf.cast(labels, self._dtype)
+        z = tf.reshape(labels, tf.shape(outputs)) + 1
+        z.set_shape(outputs.shape)
+        with paused(), kept_variables(self._written), tf.GradientTape() as tape:
+            tape.watch(z)
+            values = self._values(labels, z)
+        gradient = tape.gradient(values, z, unconnected_gradients="zero")
+        return tf.not_equal(gradient, 0)
+
+    # ----------------------------------------------------- location losses
+    def _spread(
+        self, sizes: Shapes, constant: Any, deviation: tf.Tensor
     ) -> tf.Tensor:
-        """Reshape a tensor shaped like the outputs; gather rows at `index`."""
-        rows = _gather(tf.reshape(tensor, [self.terms, -1, self._size]), index)
-        return tf.cast(tf.stop_gradient(rows), self._wide)
+        """Return `Likelihood.spread` of a standard deviation."""
+        loss = self._at_residuals(sizes, deviation * _NORMAL_NUMBERS)
+        return (loss - constant) * self._terms(sizes) / _product(sizes.outputs)
 
-    def _label_rows(self, index: tf.Tensor | None = None) -> tf.Tensor:
-        """Return rows of the labels, one-hot for classes."""
-        values = self._labels.values
-        if not self._labels.are_classes:
-            return self._rows(values, index)
-        rows = _gather(tf.reshape(values, [self.terms, -1]), index)
-        rows = tf.cast(tf.stop_gradient(rows), tf.int32)
-        return tf.one_hot(rows, self._size, dtype=self._wide)
+    def _at_residuals(self, sizes: Shapes, residuals: Any) -> tf.Tensor:
+        """Return the mean loss of a term; all labels of a row are equal."""
+        residuals = tf.cast(residuals, self._dtype)
+        rows = tf.shape(residuals)
+        ones = tf.ones(tf.concat([rows, sizes.labels], 0), self._dtype)
+        axes = ones.shape.rank - 1
+        labels = ones * tf.reshape(residuals, tf.concat([rows, [1] * axes], 0))
+        z = tf.zeros(tf.concat([rows, sizes.outputs], 0), self._dtype)
+        return self._loss(labels, z)
 
-    def _inputs(self, form: _Form) -> tf.Tensor:
-        """Return the outputs or the logits, as the form requires."""
-        logits = self._leaves.logits
-        return logits if form.by_logits else self._leaves.output
+    def _is_location(self, sizes: Shapes, constant: Any) -> bool:
+        """Return True if a shift does not change the loss, residuals do."""
+        for i, scale in enumerate(_SCALES):
+            random, noise = (
+                tf.random.stateless_normal(shape, [i, 0], dtype=self._dtype)
+                for shape in sizes
+            )
+            pair = [tf.stack([x, x]) for x in (random, scale * noise)]
+            moved = [x + _SHIFT for x in pair]
+            first, second = self._loss(*pair), self._loss(*moved)
+            if not abs(second - first) <= _TOLERANCE * abs(first):
+                return False
+        residuals = tf.constant([1.0, 10.0, 100.0], tf.float64)
+        increases = [self._spread(sizes, constant, s) for s in residuals]
+        return bool(
+            0 < increases[0] <= increases[1] <= increases[2] < float("inf")
+        )
 
-    def _masked(self, rows: tf.Tensor, index: tf.Tensor | None) -> tf.Tensor:
-        """Set masked rows to 0."""
-        if self._mask is None:
-            return rows
-        keep = _gather(self._mask, index)
-        for _ in range(rows.shape.rank - 1):
-            keep = keep[:, None]
-        return tf.where(keep, rows, tf.zeros_like(rows))
 
-    def _nll(self, form: _Form, y: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
-        """Return the negative log-likelihood of each row in `index`."""
-        nll = form.nll(y, self._rows(self._inputs(form), index))
-        return self._masked(tf.reduce_sum(nll, [1, 2]), index)
-
-    # ------------------------------------------------------ comparisons
-    def _by_values(self) -> tf.Tensor:
-        """Compare the values of the terms with each likelihood."""
-        index = self._sample()
-        y = self._label_rows(index)
-        values = tf.cast(tf.gather(self._row_values(), index), self._wide)
-        nll = tf.stack([self._nll(form, y, index) for form in self._forms])
-        nll, values = tf.cast(nll, tf.float64), tf.cast(values, tf.float64)
-        product, square = tf.reduce_sum(values), tf.reduce_sum(nll, 1)
-        unit = tf.math.divide_no_nan(product, square)
-        expected = unit[:, None] * nll
-        floor = tf.stack([self._floor(form, y) for form in self._forms])
-        min_tolerance = unit * floor + 10 * _ROUNDING * tf.abs(product)
-        tolerance = _TOLERANCE * tf.abs(expected)
-        tolerance += min_tolerance[:, None] / _count(values)
-        agrees = tf.reduce_all(tf.abs(values - expected) <= tolerance, 1)
-        wrong = tf.cast(tf.logical_not(agrees), tf.float64)
-        total = tf.fill(tf.shape(square), product)
-        columns = [wrong, total, square, unit * product, total, square, floor]
-        return tf.stack(columns, 1)
-
-    def _by_gradients(self) -> tf.Tensor:
-        """Compare the loss gradients and total value with each likelihood.
-
-        The unit is the least-squares fit of residuals r to gradients g:
-        `u = sum(r g) / sum(r^2)`.
-        """
-        index = self._sample()
-        y = self._label_rows(index)
-        slopes = self._slopes()
-        values = self._values
-        if not self._is_scalar:
-            values = tf.gather(self._row_values(), index)
-        value = _total(values)
-        rows = []
-        for form in self._forms:
-            g = slopes[form.by_logits]
-            z = self._rows(self._inputs(form), index)
-            r = self._masked(form.residuals(y, z), index)
-            is_read = g is not None  # else the loss does not read `z`
-            if is_read:
-                g = self._masked(form.slopes(z, self._rows(g, index)), index)
-            else:
-                g = tf.zeros_like(r)
-            product, square = _total(r * g), _total(tf.square(r))
-            unit = tf.math.divide_no_nan(product, square)
-            u = tf.cast(unit, r.dtype)
-            # Add an absolute tolerance, for terms with residuals near 0.
-            minimum = 1.0 if form is not _NORMAL else square / _count(r)
-            limit = tf.square(_TOLERANCE * u) * tf.reduce_sum(tf.square(r), -1)
-            limit += tf.square(10 * _ROUNDING * u) * tf.cast(minimum, u.dtype)
-            error = tf.reduce_sum(tf.square(g - u * r), -1)
-            agrees = tf.reduce_all(error <= limit) & is_read
-            nll = _total(self._nll(form, y, index))
-            row = agrees, product, square, unit * product, value, nll
-            rows.append([*row, self._floor(form, y)])
-        if self._is_scalar:
-            self._use_all_terms(rows)
-        wide = [[tf.cast(x, tf.float64) for x in row] for row in rows]
-        return tf.stack([tf.stack([1 - agrees, *x]) for agrees, *x in wide])
-
-    def _use_all_terms(self, rows: list[list[Any]]) -> None:
-        """Replace likelihoods of sampled terms by the likelihood of all terms.
-
-        A scalar loss has only a total value, not a value per term. To save
-        time, compute only the first likelihood whose gradients agree.
-        """
-        number = len(rows)
-        flags = tf.stack([row[0] for row in rows])
-        first = tf.reduce_min(tf.where(flags, tf.range(number), number))
-
-        def nll(form: _Form) -> tf.Tensor:
-            z = self._rows(self._inputs(form))
-            return _total(form.nll(self._label_rows(), z))
-
-        branches = [functools.partial(nll, form) for form in self._forms]
-        zero = functools.partial(tf.zeros, [], tf.float64)
-        total = tf.switch_case(first, [*branches, zero])
-        for i, row in enumerate(rows):
-            row[0] = tf.equal(first, i)
-            row[5] = total
-            row[6] = self._floor(self._forms[i], self._leaves.output)
-
-    def _slopes(self) -> dict[bool, tf.Tensor | None]:
-        """Return the loss gradients at outputs (False) and logits (True)."""
+def _find_match(
+    loss: keras.losses.Loss,
+    shapes: Shapes,
+    has_logits: bool,
+    summed: bool,
+    names: Sequence[str],
+) -> _Match | None:
+    """Return the first likelihood that a loss is a multiple of, or None."""
+    for name in names:
         try:
-            output, logits = self._leaves.slopes(self._reduction.values)
-        except LookupError:  # an operation of the loss has no gradient
-            return {False: None, True: None}
-        if output is not None and logits is not None:
-            output = logits = None
-        return {False: output, True: logits}
-
-    def _floor(self, form: _Form, outputs: tf.Tensor) -> tf.Tensor:
-        """Return the rounding error of the negative log-likelihood."""
-        if form is _NORMAL:
-            return tf.zeros([], tf.float64)
-        return _ROUNDING * _count(outputs)
+            return _Match(loss, shapes, name, has_logits, summed)
+        except Exception:  # the loss may reject synthetic examples
+            continue
+    return None
 
 
-def _gather(rows: tf.Tensor, index: tf.Tensor | None) -> tf.Tensor:
-    return rows if index is None else tf.gather(rows, index)
+def _require(condition: bool) -> None:
+    if not condition:
+        raise ValueError("The loss is not a multiple of the likelihood")
 
 
-def _count(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tf.size(tensor), tf.float64)
+def _filled(shape: Sizes) -> tuple[int, ...]:
+    return tuple(_OPEN_SIZE if size is None else size for size in shape)
 
 
-def _total(tensor: tf.Tensor) -> tf.Tensor:
-    """Sum a tensor in float64."""
-    rows = tf.reduce_sum(tensor, -1) if tensor.shape.rank else tensor
-    return tf.reduce_sum(tf.cast(rows, tf.float64))
-
-
-def _labels_of(y_true: Any, outputs: tf.Tensor) -> _Labels | None:
-    """Convert labels to the shape of the outputs, or of the terms (classes)."""
-    if not isinstance(y_true, (tf.Tensor, tf.Variable, np.ndarray)):
-        return None
-    y = tf.convert_to_tensor(y_true)
-    is_number = y.dtype.is_floating or y.dtype.is_integer or y.dtype.is_bool
-    if not is_number or y.shape.rank is None:
-        return None
-    rank, shape = outputs.shape.rank, outputs.shape
-    extra_axes = y.shape.rank - rank
-    are_classes = False
-    if extra_axes == 1 and y.shape[-1] == 1:
-        y = y[..., 0]
-    elif extra_axes == -1 and shape[-1] == 1:
-        y = y[..., None]
-    elif extra_axes == -1:
-        are_classes = True
-    elif extra_axes == 0 and y.shape[-1] == 1 and shape[-1] not in (1, None):
-        y, are_classes = y[..., 0], True
-    elif extra_axes != 0:
-        return None
-    expected = shape[:-1] if are_classes else shape
-    if not y.shape.is_compatible_with(expected):
-        return None
-    if y.shape.is_fully_defined() and expected.is_fully_defined():
-        return _Labels(y, are_classes, tf.constant(True))
-    # Replace labels of another shape, which the loss may broadcast, by zeros.
-    label_shape = tf.shape(outputs)[: expected.rank]
-    fit = tf.reduce_all(tf.equal(tf.shape(y), label_shape))
-    values = tf.cond(fit, lambda: y, lambda: tf.zeros(label_shape, y.dtype))
-    values.set_shape(expected)
-    return _Labels(values, are_classes, fit)
+def _product(sizes: Sizes) -> tf.Tensor:
+    return tf.reduce_prod(tf.cast(sizes, tf.float64))

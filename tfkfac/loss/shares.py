@@ -1,6 +1,5 @@
 """Weight of each replica in the loss (share of the terms), and loss scale."""
 
-import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -30,7 +29,8 @@ class LossMeasure(NamedTuple):
         weights: Weight of the Fisher matrix of a term of each loss. The
             weighted sum is `total` times the Fisher matrix of the whole loss
             divided by `unit`. Empty for one loss.
-        losses: The terms of each loss, with verdicts.
+        losses: The terms of each loss.
+        units: Unit u of the terms of each loss.
     """
 
     terms: tf.Tensor | None
@@ -42,6 +42,7 @@ class LossMeasure(NamedTuple):
     shares: tuple[tf.Tensor, ...] = ()
     weights: tuple[tf.Tensor, ...] = ()
     losses: tuple[LossTerms, ...] = ()
+    units: tuple[tf.Tensor, ...] = ()
 
 
 def measure_loss(
@@ -94,7 +95,7 @@ def measure_loss(
             for x in measures
         )
         main = main._replace(weights=tuple(weights))
-    main = main._replace(losses=tuple(x.losses[0] for x in measures))
+    main = main._replace(losses=terms, units=units)
     if replicas == group.size == 1:
         return main._replace(share=None)
     shares = [x.share for x in measures if x.share is not None]
@@ -103,13 +104,10 @@ def measure_loss(
 
 def _numbers_to_sum(loss: LossTerms) -> dict[str, tf.Tensor]:
     """Return the numbers of a loss to sum over the replicas, by name."""
-    recognition = loss.recognition
     numbers = {
         "count": loss.count,
-        "predictions": loss.predictions,
         "squares": loss.squares,
         "unit": None if loss.is_fixed else loss.count * loss.unit,
-        "recognition": None if recognition is None else recognition.sums,
     }
     return {name: x for name, x in numbers.items() if x is not None}
 
@@ -127,17 +125,6 @@ def _measure_single(
     spread = None
     if loss.squares is not None:
         spread = tf.math.divide_no_nan(total, sums["squares"])
-    if loss.recognition is not None:
-        verdict = loss.recognition.verdict(sums["recognition"])
-        unit *= verdict.unit
-        count = loss.count
-        if loss.predictions is not None:
-            is_known = verdict.is_known
-            total = tf.where(is_known, sums["predictions"], total)
-            count = tf.where(is_known, loss.predictions, count)
-        loss = dataclasses.replace(
-            loss, count=count, unit=loss.unit * verdict.unit, verdict=verdict
-        )
     local, ones = replicas * loss.count, tf.ones_like(total)
     scale = total if is_weighed else local
     share = tf.math.divide_no_nan(local, total)
@@ -155,7 +142,6 @@ def _measure_single(
         tf.constant(loss.summed),
         total,
         share,
-        losses=(loss,),
     )
     return measure, term_unit
 

@@ -6,7 +6,6 @@ the loss.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -27,16 +26,16 @@ _OF_BITS = (BERNOULLI, BERNOULLI_LOGITS)
 def least_loss(losses: Sequence[LossTerms], replicas: int) -> tf.Tensor:
     """Minimum of a replica's loss over all outputs, scaled as the loss.
 
-    It is 0 for losses that are not cross-entropies. Keras divides a mean by
-    the number of replicas.
+    It is the entropy of the targets of a cross-entropy, or a constant of the
+    loss. Keras divides a mean by the number of replicas.
     """
     minima = [tf.zeros([], tf.float64)]
     for terms in losses:
-        entropy = _by_likelihood(terms, _entropy)
+        minimum = terms.unit * _minimum(terms)
         divisor = tf.ones_like(terms.count)
         if not terms.summed:
             divisor = terms.count * replicas
-        minima.append(tf.math.divide_no_nan(terms.unit * entropy, divisor))
+        minima.append(tf.math.divide_no_nan(minimum, divisor))
     return tf.add_n(minima)
 
 
@@ -45,43 +44,57 @@ def label_count(losses: Sequence[LossTerms]) -> tf.Tensor:
 
     A term has one label for each output, or a single class.
     """
-    counts = [_by_likelihood(terms, _labels) for terms in losses]
+    counts = [_labels(terms) for terms in losses]
     return tf.maximum(tf.add_n([tf.zeros([], tf.float64), *counts]), 1.0)
 
 
-def _by_likelihood(terms: LossTerms, function: Any) -> tf.Tensor:
-    """Return `function(call, likelihood)` for the likelihood of a loss."""
-    call, verdict = terms.call, terms.verdict
-    if call is None or call.reduction is None:
+def _labels(terms: LossTerms) -> tf.Tensor:
+    """Return the number of labels of a term; 0 without a loss."""
+    call, name = terms.call, terms.likelihood.name
+    if call is None:
         return tf.zeros([], tf.float64)
-    if verdict is None:
-        return function(call, terms.likelihood)
-    # Call the function once per name: candidates may share a likelihood.
-    values = {
-        name: function(call, name) for name in dict.fromkeys(verdict.names)
-    }
-    results = [*(values[name] for name in verdict.names), function(call, None)]
-    return tf.gather(tf.stack(results), verdict.index)
-
-
-def _labels(call: LossCall, likelihood: str | None) -> tf.Tensor:
-    """Return the number of labels of a term."""
-    assert call.reduction is not None
-    if likelihood is None or likelihood in _OF_CLASSES:
+    if name is None or name in _OF_CLASSES:
         return tf.ones([], tf.float64)
+    assert call.reduction is not None
     axes = call.reduction.values.shape.rank or call.y_pred.shape.rank - 1
     sizes = tf.shape(call.y_pred)[axes:]
     return tf.cast(tf.reduce_prod(sizes), tf.float64)
 
 
-def _entropy(call: LossCall, likelihood: str | None) -> tf.Tensor:
-    """Return the weighted sum of the entropies of the targets of all terms."""
+def _minimum(terms: LossTerms) -> tf.Tensor:
+    """Return the weighted sum of the minima of all terms, divided by u."""
+    total = tf.zeros([], tf.float64)
+    if terms.call is None or terms.call.reduction is None:
+        return total
+    values = terms.call.reduction.values
+    weights = terms.call.reduction.term_weights()
+    entropies = _entropies(terms.call, terms.likelihood.name)
+    if entropies is not None:
+        if (rank := values.shape.rank) and entropies.shape.rank > rank:
+            axes = list(range(rank, entropies.shape.rank))
+            entropies = tf.reduce_sum(entropies, axes)
+        if weights is not None:
+            weights = tf.cast(weights, entropies.dtype)
+            entropies = tf.math.multiply_no_nan(entropies, weights)
+        total += tf.cast(tf.reduce_sum(entropies), tf.float64)
+    constant = terms.likelihood.constant
+    if tf.is_tensor(constant) or constant != 0:
+        count = terms.count
+        if weights is not None:
+            sum_ = tf.cast(tf.reduce_sum(weights), tf.float64)
+            count = sum_ if values.shape.rank else count * sum_
+        total += constant / terms.likelihood.unit * count
+    return total
+
+
+def _entropies(call: LossCall, likelihood: str | None) -> tf.Tensor | None:
+    """Return the entropies of the targets; None for minima of 0."""
     y = call.y_true
     is_known = likelihood in (*_OF_CLASSES, *_OF_BITS)
     is_known &= isinstance(y, (tf.Tensor, tf.Variable, np.ndarray))
     # The minimum of a divergence is 0: the divergence of y from itself.
     if not is_known or is_divergence(call.loss):
-        return tf.zeros([], tf.float64)
+        return None
     y = tf.convert_to_tensor(y)
     # Use float32: label smoothing needs it for integers, sums for float16.
     if not y.dtype.is_floating or y.dtype.size < 4:
@@ -91,35 +104,14 @@ def _entropy(call: LossCall, likelihood: str | None) -> tf.Tensor:
     )
     if likelihood in _OF_BITS:
         y = y * (1 - smoothing) + smoothing / 2
-        entropies = _xlogx(y) + _xlogx(1 - y)
-    elif y.shape.rank != call.y_pred.shape.rank:
-        return tf.zeros([], tf.float64)  # classes: the minimum is 0
-    else:
-        y = y * (1 - smoothing)
-        y += smoothing / tf.cast(tf.shape(y)[-1], y.dtype)
-        # `-sum y log p` is minimal at `p = y / sum y`.
-        total = tf.reduce_sum(y, -1, keepdims=True)
-        entropies = _xlogx(y) - tf.math.xlogy(y, total)
-    return _weighted_sum(-entropies, call)
-
-
-def _weighted_sum(entropies: tf.Tensor, call: LossCall) -> tf.Tensor:
-    """Sum the entropies over the terms, with the loss's weights and mask."""
-    reduction = call.reduction
-    assert reduction is not None
-    rank = reduction.values.shape.rank
-    if rank:
-        axes = list(range(rank, entropies.shape.rank))
-        entropies = tf.reduce_sum(entropies, axes)
-        for weights in (reduction.weights, reduction.mask):
-            if weights is not None:
-                weights = tf.cast(weights, entropies.dtype)
-                if weights.shape.rank == rank + 1:
-                    weights = tf.squeeze(weights, -1)
-                elif weights.shape.rank == rank - 1:
-                    weights = tf.expand_dims(weights, -1)  # as Keras does
-                entropies = tf.math.multiply_no_nan(entropies, weights)
-    return tf.cast(tf.reduce_sum(entropies), tf.float64)
+        return -_xlogx(y) - _xlogx(1 - y)
+    if y.shape.rank != call.y_pred.shape.rank:
+        return None  # classes
+    y = y * (1 - smoothing)
+    y += smoothing / tf.cast(tf.shape(y)[-1], y.dtype)
+    # `-sum y log p` is minimal at `p = y / sum y`.
+    total = tf.reduce_sum(y, -1, keepdims=True)
+    return tf.math.xlogy(y, total) - _xlogx(y)
 
 
 def _xlogx(x: tf.Tensor) -> tf.Tensor:

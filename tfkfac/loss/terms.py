@@ -12,8 +12,8 @@ Bernoulli variables. After division by `u` the step is the same for a mean, a
 sum and any other multiple of the likelihood.
 
 A table contains Keras' losses; users can register their losses. Any other loss
-is compared with the likelihoods in each batch (`recognition.py`). If it is not
-a multiple of a likelihood, `u = 1`.
+is compared with the likelihoods once (`recognition.py`). If it is not a
+multiple of a likelihood, `u = 1`.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.model_taps import paused
-from tfkfac.compat.graphs import has_effects
+from tfkfac.compat.graphs import kept_variables, written_in
 from tfkfac.compat.losses import (
     LossCall,
     Reduction,
@@ -39,12 +39,13 @@ from tfkfac.compat.overrides import keep_on
 from tfkfac.loss.recognition import (
     BERNOULLI,
     CATEGORICAL,
+    LOCATION,
     LOGITS,
     NORMAL,
     POISSON,
-    Recognition,
-    Verdict,
-    compare_with_likelihoods,
+    UNKNOWN,
+    Likelihood,
+    recognize,
 )
 
 T = TypeVar("T")
@@ -68,6 +69,9 @@ class Known(NamedTuple):
 # Likelihoods of losses, keyed by the function or the class of the loss.
 _KNOWN_LOSSES: dict[Any, Known] = {
     keras.losses.mean_squared_error: Known(NORMAL, 2.0, True),
+    keras.losses.mean_absolute_error: Known(LOCATION),
+    keras.losses.huber: Known(LOCATION),
+    keras.losses.log_cosh: Known(LOCATION),
     keras.losses.binary_crossentropy: Known(BERNOULLI, is_mean=True),
     keras.losses.poisson: Known(POISSON, is_mean=True),
     keras.losses.categorical_crossentropy: Known(CATEGORICAL),
@@ -118,38 +122,46 @@ def look_up(table: Mapping[Any, T], loss: keras.losses.Loss) -> T | None:
     return table.get(type(loss), table.get(loss_function(loss)))
 
 
+def has_free_scale(terms: "LossTerms") -> bool:
+    """Return True if the variance of the labels is free in the likelihood."""
+    return terms.likelihood.name in (NORMAL, LOCATION)
+
+
 def needs_recognition(loss: keras.losses.Loss) -> bool:
-    """Return True if the likelihood and unit `u` depend on the batch."""
+    """Return True if the loss is compared with the likelihoods."""
     return look_up(_KNOWN_LOSSES, loss) is None and not is_of_keras(loss)
 
 
-def find_unit(
-    call: LossCall, reduction: Reduction
-) -> tuple[float | tf.Tensor, str | None, Recognition | None]:
-    """Return the unit u of a loss, its likelihood, and its recognition.
+def recognized(losses: Sequence["LossTerms"]) -> list[tuple[str, str | None]]:
+    """Return (loss, likelihood) of each loss that was compared."""
+    return [
+        (terms.call.loss.name, terms.likelihood.name)
+        for terms in losses
+        if terms.call is not None
+        and needs_recognition(terms.call.loss)
+        and not {type(terms.call.loss), loss_function(terms.call.loss)}
+        & _registered
+    ]
 
-    An unknown loss has the unit 1, no likelihood, and a comparison with the
-    likelihoods in this batch.
-    """
+
+def find_likelihood(
+    call: LossCall, reduction: Reduction, summed: bool
+) -> Likelihood:
+    """Return the likelihood of a loss, and its unit u."""
     y_pred = call.y_pred
     if not tf.is_tensor(y_pred) or not y_pred.shape.rank:
-        return 1.0, None, None
+        return UNKNOWN
     known_loss = look_up(_KNOWN_LOSSES, call.loss)
-    if known_loss is not None:
-        features = 1.0
-        if known_loss.is_mean:
-            features = _features(y_pred, reduction.values)
-        name = _likelihood(known_loss.likelihood, call.loss, y_pred)
-        return known_loss.factor / features, name, None
-    if call.leaves is None:
-        return 1.0, None, None
-    with paused():
-        recognition = compare_with_likelihoods(call, call.leaves, reduction)
-    if recognition is not None:
-        keys = {type(call.loss), loss_function(call.loss)}
-        is_reported = not keys & _registered
-        recognition = recognition._replace(is_reported=is_reported)
-    return 1.0, None, recognition
+    if known_loss is None:
+        is_known = is_of_keras(call.loss)
+        return UNKNOWN if is_known else recognize(call, summed)
+    if known_loss.likelihood == LOCATION:
+        return recognize(call, summed, LOCATION)
+    features = 1.0
+    if known_loss.is_mean:
+        features = _features(y_pred, reduction.values)
+    name = _likelihood(known_loss.likelihood, call.loss, y_pred)
+    return Likelihood(name, known_loss.factor / features)
 
 
 def _likelihood(
@@ -192,8 +204,7 @@ def is_sum(call: LossCall) -> bool:
     """Return True if a loss that returns a scalar sums over the examples.
 
     Only a sum doubles if each of some synthetic examples occurs twice. A loss
-    with side effects (writes variables, draws random numbers, calls Python) is
-    not evaluated, and treated as a mean.
+    with other effects than writing variables is treated as a mean.
     """
     tensors = call.y_true, call.y_pred
     static_shapes = [tf.TensorShape(getattr(t, "shape", None)) for t in tensors]
@@ -216,12 +227,16 @@ def _doubles(
         try:
             function = tf.function(loss.call, autograph=False)
             concrete = function.get_concrete_function(*specs)
-            has_no_effects = not has_effects(concrete.graph)
-            for single in examples if has_no_effects else ():
-                doubled = [tf.concat([x, x], 0) for x in single]
-                first, second = (float(concrete(*x)) for x in (single, doubled))
-                if math.isfinite(first) and first != 0:
-                    return math.isclose(second, 2 * first, rel_tol=_TOLERANCE)
+            with kept_variables(written_in(concrete.graph)):
+                for single in examples:
+                    doubled = [tf.concat([x, x], 0) for x in single]
+                    first, second = (
+                        float(concrete(*x)) for x in (single, doubled)
+                    )
+                    if math.isfinite(first) and first != 0:
+                        return math.isclose(
+                            second, 2 * first, rel_tol=_TOLERANCE
+                        )
         except Exception:  # the loss may reject synthetic data
             return False
     return False
@@ -249,15 +264,12 @@ class LossTerms:
     Attributes:
         count: `T`, scalar float64.
         unit: `u`, scalar float64. It includes the absolute value of the loss
-            weight, but not the factor that a `recognition` determines.
+            weight.
         summed: True if the loss is the sum over the terms, not the mean.
         is_fixed: True if the unit does not depend on the replica's shapes.
         weighted_value: Loss times its loss weight; None if not observed.
         call: The recorded call of the loss; None if it was not observed.
-        likelihood: Name of the likelihood; None if unknown.
-        recognition: Comparison of an unknown loss with likelihoods.
-        verdict: Result of the comparison over the batches of all replicas.
-        predictions: `T` if the comparison finds a likelihood; None is `count`.
+        likelihood: Likelihood of the loss.
         squares: Sum of the squared sample weights, if `count` is the sum of
             the sample weights.
     """
@@ -268,10 +280,7 @@ class LossTerms:
     is_fixed: bool = True
     weighted_value: tf.Tensor | None = None
     call: LossCall | None = None
-    likelihood: str | None = None
-    recognition: Recognition | None = None
-    verdict: Verdict | None = None
-    predictions: tf.Tensor | None = None
+    likelihood: Likelihood = UNKNOWN
     squares: tf.Tensor | None = None
 
 
@@ -298,57 +307,42 @@ def _terms_of(
     call: LossCall, reduction: Reduction, weight: float | tf.Tensor
 ) -> LossTerms:
     values = reduction.values
-    unit, likelihood, recognition = find_unit(call, reduction)
+    is_scalar = values.shape.rank == 0
+    summed = not is_scalar and reduction.kind in ("sum", "none", None)
+    if is_scalar and needs_recognition(call.loss):
+        summed = is_sum(call)
+    likelihood = find_likelihood(call, reduction, summed)
     # Use the absolute weight: division by a negative unit would cancel the sign
     # of a negative loss weight.
-    scale = tf.abs(_float64(weight)) * _float64(unit)
-    value = tf.cast(call.result, values.dtype) * tf.cast(weight, values.dtype)
-    is_fixed = not (tf.is_tensor(unit) or tf.is_tensor(weight))
-    count, squares = _count(reduction) if values.shape.rank else (1, None)
-    terms = LossTerms(
+    unit = tf.abs(_float64(weight)) * _float64(likelihood.unit)
+    count, squares = _count(call, reduction, likelihood)
+    if is_scalar and not summed:
+        # Unlike Keras' reduction, the loss divides by no number of replicas.
+        unit *= tf.distribute.get_strategy().num_replicas_in_sync
+    return LossTerms(
         _float64(count),
-        scale,
-        values.shape.rank > 0 and reduction.kind in ("sum", "none", None),
-        is_fixed,
-        value,
+        unit,
+        summed,
+        not (tf.is_tensor(likelihood.unit) or tf.is_tensor(weight)),
+        tf.cast(call.result, values.dtype) * tf.cast(weight, values.dtype),
         call,
         likelihood,
-        recognition,
-        squares=squares,
-    )
-    return terms if values.shape.rank else _scalar_terms(terms, call)
-
-
-def _scalar_terms(terms: LossTerms, call: LossCall) -> LossTerms:
-    """Set the number of terms and the unit of a loss that returns a scalar.
-
-    Unlike Keras' reduction, such a loss does not divide by the number of
-    replicas.
-    """
-    count = predictions = _predictions(call.y_pred)
-    summed, unit, recognition = False, terms.unit, terms.recognition
-    if needs_recognition(call.loss):
-        count = _float64(tf.shape(keras.tree.flatten(call.y_pred)[0])[0])
-        summed = is_sum(call)
-    if not summed:
-        unit *= tf.distribute.get_strategy().num_replicas_in_sync
-        if recognition is not None:
-            recognition = recognition.times(predictions)
-    return dataclasses.replace(
-        terms,
-        count=count,
-        unit=unit,
-        summed=summed,
-        recognition=recognition,
-        predictions=predictions,
+        squares,
     )
 
 
-def _count(reduction: Reduction) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Return the divisor of Keras' mean, and the sum of squared weights.
+def _count(
+    call: LossCall, reduction: Reduction, likelihood: Likelihood
+) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """Return the number of terms, and the sum of squared weights.
 
-    The second result is None unless the divisor is the sum of the weights.
+    For a mean, the number is the divisor. The second result is None unless the
+    divisor is the sum of the weights.
     """
+    if reduction.values.shape.rank == 0:
+        if likelihood.name is None and needs_recognition(call.loss):
+            return tf.shape(keras.tree.flatten(call.y_pred)[0])[0], None
+        return _predictions(call.y_pred), None
     weights, mask = reduction.weights, reduction.mask
     valid = None if mask is None else _float64(mask)
     if reduction.kind == "mean_with_sample_weight" and weights is not None:

@@ -18,7 +18,7 @@ SHARE = "share"
 Read = Callable[[str], np.ndarray]
 # Format version of all files, including backups. Increase the version with each
 # change of the format.
-FORMAT = 1
+FORMAT = 2
 FORMAT_SECTION = "format"  # section of the entry with the version
 
 
@@ -103,12 +103,17 @@ class Entry:
         """Shape of the saved array of a replica."""
         if self.region is not None:
             return self.region.whole
+        if not self.variable.shape.is_fully_defined():
+            return tuple(self.variable.numpy().shape)
         return tuple(self.variable.shape)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Return True if `local_value` accepts an array of this shape."""
+        fits = self.variable.shape.is_compatible_with
+        if self.region is not None:
+            fits = tf.TensorShape(self.region.whole).is_compatible_with
         stacked = self.spread.is_stacked or self.shape == ()
-        return shape == self.shape or (stacked and shape[1:] == self.shape)
+        return fits(shape) or (stacked and fits(shape[1:]))
 
     def local_value(
         self, value: np.ndarray, rank: int, replicas: int
@@ -179,6 +184,8 @@ class Piece(NamedTuple):
     def from_entry(cls, entry: Entry) -> "Piece":
         """Return the piece of an entry on this replica."""
         shape = tuple(entry.variable.shape)
+        if entry.region is None:
+            shape = entry.shape
         dtype = tf.as_dtype(entry.variable.dtype).name
         stacked = entry.spread.is_stacked
         return cls(entry.key, shape, dtype, stacked, entry.region)

@@ -29,7 +29,7 @@ class Slots(Tracked):
     def slot(
         self,
         name: str,
-        shape: Sequence[int] = (),
+        shape: Sequence[int | None] = (),
         dtype: Any = "int64",
         value: Any = 0,
         saved: bool = True,
@@ -38,16 +38,18 @@ class Slots(Tracked):
         """Declare a tensor of the state and create its variable.
 
         The initial value is a scalar for all elements, or a function that
-        returns the tensor. `fields` has fields of `Entry` for this slot. Files
+        returns the tensor. A size of None may change, and is 0 at first.
+        `fields` has fields of `Entry` for this slot. Files
         contain slots with `saved`, by name.
         """
         declared, dtype = self._declared, tf.as_dtype(dtype)
-        declared.bytes += math.prod(shape) * dtype.size
+        sizes = [size or 0 for size in shape]
+        declared.bytes += math.prod(sizes) * dtype.size
         if _planned.get():
             return None
         with tf.init_scope():
-            initial = _initial(value, shape, dtype)
-            variable = state_variable(initial, dtype, name)
+            initial = _initial(value, sizes, dtype)
+            variable = state_variable(initial, dtype, name, shape)
         declared.initial_values.append((variable, value))
         if saved and self._saved:
             fields = {"layer": "", **declared.common, **fields}
@@ -72,14 +74,17 @@ class Slots(Tracked):
     def reset(self) -> None:
         """Reset all variables to their initial values."""
         for variable, value in self._declared.initial_values:
-            variable.assign(_initial(value, variable.shape, variable.dtype))
+            shape: Any = variable.shape
+            if not shape.is_fully_defined():
+                shape = tf.shape(variable)
+            variable.assign(_initial(value, shape, variable.dtype))
 
 
-def _initial(value: Any, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
+def _initial(value: Any, shape: Any, dtype: tf.DType) -> tf.Tensor:
     """Return the initial value of a tensor."""
     if callable(value):
         return tf.cast(value(), dtype)
-    return tf.fill(list(shape), tf.constant(value, dtype))
+    return tf.fill(shape, tf.constant(value, dtype))
 
 
 class _Declared:

@@ -1,4 +1,4 @@
-"""Training job (model, optimizers, replicas), and log of its losses."""
+"""Training job: model, optimizers, replicas."""
 
 import itertools
 import weakref
@@ -14,92 +14,10 @@ from tfkfac.compat.strategies import order_by_replica
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import find_topology
 from tfkfac.loss.batch import LossBatch
-from tfkfac.loss.recognition import Verdict
 from tfkfac.loss.shares import LossScaling
 from tfkfac.loss.terms import LossTerms, mean_over
 from tfkfac.schedules.fit_decay import RunPlan
-from tfkfac.training.guards import Streak, count_each
-
-
-class _LikelihoodLog:
-    """Number of steps in which a loss matched each candidate likelihood."""
-
-    def __init__(self, loss: str, names: tuple[str, ...]) -> None:
-        self.loss = loss
-        self._names = names
-        self._counts = state_variable([0] * len(names), "int64", "likelihoods")
-        self.unknown = state_variable(0, "int64", "no_likelihood")
-        self._unit = state_variable(1.0, "float64", "unit")
-
-    def record(self, verdict: Verdict, optimizer: str, instead: str) -> None:
-        """Count the likelihood that the loss matched in a step."""
-        counted = tf.cast(verdict.is_counted, tf.int64)
-        one_hot = tf.one_hot(verdict.index, len(self._names), dtype=tf.int64)
-        self._counts.assign_add(one_hot * counted)
-        self._unit.assign(verdict.unit)
-        count_each(
-            verdict.is_counted & ~verdict.is_known,
-            self.unknown,
-            [optimizer],
-            f"loss '{self.loss}' is a multiple of no likelihood in this step: "
-            f"{instead}. `tfkfac.register_distribution` declares the "
-            "distribution of a loss.",
-        )
-
-    def line(self) -> str:
-        """Return a line for `summary`."""
-        counts = zip(self._names, self._counts.numpy(), strict=True)
-        texts = [f"{name} in {n:,} steps" for name, n in counts if n]
-        if unknown := int(self.unknown.numpy()):
-            texts.append(f"no likelihood in {unknown:,} steps")
-        likelihoods = ", ".join(texts) or "no step yet"
-        return (
-            f"Loss '{self.loss}' is taken for: {likelihoods}; unit "
-            f"{float(self._unit.numpy()):.4g} in the last."
-        )
-
-
-class LossLog:
-    """Log of the likelihoods that the user's own losses matched."""
-
-    def __init__(self) -> None:
-        # Keys: (replica, position of the loss, names of candidate likelihoods).
-        self._logs: dict[tuple[int, int, tuple[str, ...]], _LikelihoodLog] = {}
-
-    def record(
-        self, losses: tuple[LossTerms, ...], job: "Job", instead: str
-    ) -> None:
-        """Record which likelihood each loss of a step matched."""
-        device = job.local_state(job.topology.devices)
-        for position, loss in enumerate(losses):
-            if loss.verdict is None or loss.call is None:
-                continue
-            names = loss.verdict.names
-            key = job.rank, position, names
-            if key not in self._logs:
-                with tf.init_scope(), tf.device(device):
-                    self._logs[key] = _LikelihoodLog(loss.call.loss.name, names)
-            self._logs[key].record(loss.verdict, job.name, instead)
-
-    def lines(self) -> list[str]:
-        """Return lines for `summary`."""
-        return [log.line() for log in self._first_replica_logs()]
-
-    def events(self) -> list[tuple[str, tf.Variable]]:
-        """Return the numbers of steps in which a loss matched no likelihood."""
-        return [
-            (
-                f"steps whose loss '{log.loss}' was a multiple of no "
-                "likelihood",
-                log.unknown,
-            )
-            for log in self._first_replica_logs()
-        ]
-
-    def _first_replica_logs(self) -> list[_LikelihoodLog]:
-        """Return the logs of the first replica of this process."""
-        first = min((rank for rank, *_ in self._logs), default=0)
-        return [log for (rank, *_), log in self._logs.items() if rank == first]
+from tfkfac.training.guards import Streak
 
 
 def refuse_eager_replicas() -> NoReturn:
@@ -147,7 +65,6 @@ class Job:
         self.plan = plan or RunPlan()
         self.scaling = LossScaling(name) if scaling is None else scaling
         self.loss_terms: int | Callable[[], tf.Tensor] | None = None
-        self.losses = LossLog()
         self.topology = find_topology(model.distribute_strategy)
         self.skipped: tuple[tf.Variable, ...] = ()
         self.streaks: tuple[Streak, ...] = ()

@@ -50,6 +50,9 @@ class Step:
         group: The replicas that train together.
         before: Values of the model's non-trainable state before its call.
         finite: Scalar bool, False to skip the step; set by `check_finite`.
+        unit_factor: Factor by which `multiply_unit` changed the unit, or None.
+        output_changes: Changes of weights that may replace the step, each with
+            a flag, by index.
     """
 
     job: Job
@@ -59,6 +62,10 @@ class Step:
     group: Communicator
     before: Values = dataclasses.field(default_factory=list)
     finite: tf.Tensor = dataclasses.field(init=False)
+    unit_factor: tf.Tensor | None = dataclasses.field(init=False, default=None)
+    output_changes: dict[int, tuple[tf.Tensor, tf.Tensor]] = dataclasses.field(
+        init=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         self.gradients = list(self.gradients)
@@ -98,19 +105,26 @@ class Step:
         return weighted(tf.cast(value, tf.float64), self.loss.share)
 
     def weighted_excess(self) -> tf.Tensor:
-        """Return `weighted_loss` minus its minimum over all predictions."""
+        """Return the loss minus its minimum over all predictions.
+
+        Without compiled losses, it is `weighted_loss`. Otherwise penalties and
+        losses added by layers do not count.
+        """
         excess, value = self.batch.excess, self.batch.value
         if excess is None:
             if value is None:
                 return tf.zeros([], tf.float64)
+            values = [x.weighted_value for x in self.loss.losses]
+            present = [tf.reduce_sum(x) for x in values if x is not None]
+            sums = [tf.cast(x, tf.float64) for x in present or [value]]
             replicas = self.job.topology.replicas
-            excess = tf.cast(value, tf.float64)
-            excess -= least_loss(self.loss.losses, replicas)
+            excess = tf.add_n(sums) - least_loss(self.loss.losses, replicas)
         return weighted(excess, self.loss.share)
 
-    def record_losses(self, instead: str) -> None:
-        """Record the matched likelihoods; `instead` describes the fallback."""
-        self.job.losses.record(self.loss.losses, self.job, instead)
+    def multiply_unit(self, factor: tf.Tensor) -> None:
+        """Multiply the unit of the loss by a factor."""
+        self.unit_factor = factor
+        self._measure = self.loss._replace(unit=self.loss.unit * factor)
 
     def drop_gradients(self, indices: Sequence[int], bound: tf.Tensor) -> None:
         """Set gradients to None, so that TensorFlow prunes their computation.

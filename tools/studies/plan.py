@@ -9,8 +9,7 @@ that updates the factors and of the longest step that updates inverses, the
 speed-up of the decompositions of an interval over one worker, the mean step at
 some intervals, the bytes that a worker receives in each type of step, and its
 curvature state. Times and sizes are maxima over the workers. Then print the
-larger batch size that fits into the memory saved by DP-KFAC, and the
-operations of FOSI.
+larger batch size that fits into the memory saved by DP-KFAC.
 """
 
 import argparse
@@ -27,7 +26,6 @@ from command import intervals  # isort: skip, sets the module path
 from common.arguments import make_parser_of, positive
 from cost_model import Estimate, Machine, Network, compare, recommend
 from tfkfac import KFAC
-from tfkfac.linalg.lanczos import default_steps
 from tfkfac.shell.tables import bytes_text, table
 
 _PREFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3, "K": 1e3,
@@ -172,25 +170,6 @@ def batch_text(
     )
 
 
-def fosi_text(weights: int, workers: int, directions: int = 5) -> str:
-    """Count the operations of FOSI and, on several workers, of DHO2.
-
-    With k directions, m Lanczos iterations, n weights and P workers, a step of
-    any inner optimizer reads the `n k / P` elements of the directions four
-    times, and iteration i of an estimation reads the `n i / P` elements of its
-    basis twice. An element is multiplied and added (DHO2, III-D and IV-D).
-    """
-    iterations = default_steps(weights, directions)
-    local = weights / workers
-    return (
-        f"FOSI with {directions} directions adds {8 * directions * local:.3g} "
-        f"operations to a step and {bytes_text(round(4 * directions * local))} "
-        f"of state. An estimation takes {iterations} products with the "
-        "Hessian, each of about two gradients of a worker's batch, and "
-        f"{2 * iterations**2 * local:.3g} operations of orthogonalisation."
-    )
-
-
 def _choice(estimate: Estimate, intervals: Intervals) -> str:
     factor, inverse = intervals
     mode, fraction, solver = estimate.candidate
@@ -281,8 +260,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(plan_text(estimates, options.intervals))
     if options.workers > 1:
         print(batch_text(estimates, model, options.batch))
-    sizes = [math.prod(v.shape) for v in model.trainable_variables]
-    print(fosi_text(sum(sizes), options.workers))
 
 
 if __name__ == "__main__":

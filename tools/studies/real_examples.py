@@ -39,6 +39,7 @@ USUAL = {
     "vision_transformer": "adamw:learning_rate=0.001:weight_decay=0.0001",
     "segmentation": "adam:learning_rate=0.0001",
     "fine_tuning": "adam:learning_rate=0.0001",
+    "siamese_contrastive": "rmsprop",
     "gan": "adam:learning_rate=0.0003",
     "denoising_diffusion": "adamw:learning_rate=0.001:weight_decay=0.0001",
     "timeseries_transformer": "adam:learning_rate=0.0001",
@@ -49,7 +50,7 @@ USUAL = {
 }
 PROGRAMS = {
     "images": "convnet distillation mixer vision_transformer segmentation "
-    "fine_tuning anomaly_autoencoder",
+    "fine_tuning anomaly_autoencoder multiple_instance siamese_contrastive",
     "generative": "variational_autoencoder gan denoising_diffusion",
     "sequences": "timeseries_transformer lstm_seq2seq miniature_gpt "
     "translation collaborative_filtering wide_and_deep graph_attention lora",

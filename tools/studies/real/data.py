@@ -53,6 +53,38 @@ def digits() -> tuple[Pair, Pair]:
     return train, test
 
 
+def bags(count: int, size: int) -> tuple[Pair, Pair]:
+    """Return bags of digits; the class says whether an 8 is among them."""
+
+    def draw(x: np.ndarray, y: np.ndarray, count: int) -> Pair:
+        random = np.random.default_rng(0)
+        labels = np.arange(count) % 2
+        rows = random.choice(np.flatnonzero(y != 8), (count, size))
+        eights = random.choice(np.flatnonzero(y == 8), count)
+        rows[labels == 1, 0] = eights[labels == 1]
+        rows = random.permuted(rows, axis=1)
+        return [x[column] for column in rows.T], labels.astype("float32")
+
+    train, test = digits()
+    return draw(*train, count), draw(*test, count)
+
+
+def pairs(count: int) -> tuple[Pair, Pair]:
+    """Return pairs of digits; the target is 0 for equal ones, 1 for others."""
+
+    def draw(x: np.ndarray, y: np.ndarray) -> Pair:
+        random = np.random.default_rng(0)
+        first, second = random.integers(0, len(x), (2, 16 * count))
+        unequal = y[first] != y[second]
+        kept = np.stack([np.flatnonzero(unequal == k)[:count] for k in (0, 1)])
+        kept = random.permutation(kept.ravel())
+        images = [x[first[kept]], x[second[kept]]]
+        return images, unequal[kept].astype("float32")[:, None]
+
+    train, test = digits()
+    return draw(*train), draw(*test)
+
+
 def pixel_classes(count: int) -> tuple[Pair, Pair]:
     """Return images of two digits, 48x48, and the class of each pixel."""
     parts = canvases.compose_all(data.digits(), count)

@@ -1,0 +1,255 @@
+"""Independence of the units of targets, weights and losses."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfkfac
+from tests.support.dtypes import floats
+from tests.support.reference import Array
+from tests.support.strategies import strategy
+
+LOSSES = keras.losses
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(400, 4))
+SIGNAL = np.stack([np.sin(X[:, 0] + X[:, 1]), np.tanh(X[:, 2]) * X[:, 3]], 1)
+
+
+def network(seed: int = 0) -> keras.Model:
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(24, "relu"),
+            layers.Dense(24, "relu"),
+            layers.Dense(2),
+        ]
+    )
+
+
+def unexplained(
+    loss: Any, scale: float, offset: float, **options: Any
+) -> float:
+    """Share of the variance of the targets that a training leaves."""
+    model, y = network(), (offset + scale * SIGNAL).astype("float32")
+    model.compile(tfkfac.KFAC(**options), loss)
+    model.fit(X.astype("float32"), y, batch_size=40, epochs=12, verbose=0)
+    error = model.predict(X, verbose=0).astype(float) - y
+    return float(np.mean(error**2) / np.mean(np.var(y, 0)))
+
+
+def quantiles(y: Any, p: Any) -> Any:
+    return tf.reduce_mean(tf.maximum(0.6 * (y - p), 0.4 * (p - y)))
+
+
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "squares": ("mse", {}),
+    "squares, eigen": ("mse", {"solver": "eigen"}),
+    "own squares": (lambda y, p: tf.reduce_sum(tf.square(y - p)), {}),
+    "absolute": ("mae", {}),
+    "Huber": ("huber", {}),
+    "log-cosh": ("log_cosh", {}),
+    "quantiles": (quantiles, {}),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_targets_may_have_any_unit(family: str) -> None:
+    """The training is that of standardised targets."""
+    loss, options = FAMILIES[family]
+    units = [(1e-3, 0.0), (1e5, 2e5)]
+    if family == "squares":
+        units += [(10.0, 0.0), (10.0, 20.0), (10.0, 290.0)]
+    want = unexplained(loss, 1.0, 0.0, **options)
+    assert want < 0.04
+    for scale, offset in units:
+        # Huber losses are squares for small residuals, absolute for large ones.
+        # With small targets, the first outputs are far from them.
+        is_same = "squares" in family and scale >= 1
+        limit = 2 * want if is_same else 0.1
+        got = unexplained(loss, scale, offset, **options)
+        assert got < limit, (scale, offset)
+
+
+# ----------------------------------------------------------- exact identities
+ROWS = 60
+WEIGHTS = RNG.uniform(0.5, 2.0, ROWS)
+
+
+class Constant(layers.Layer):
+    """Adds a constant to the loss of the model."""
+
+    def __init__(self, loss: float) -> None:
+        super().__init__()
+        self._loss = loss
+
+    def call(self, x: Any) -> Any:
+        if self._loss:
+            self.add_loss(tf.constant(self._loss, tf.float64))
+        return x
+
+
+def trained(
+    loss: Any = "mse",
+    unit: tuple[float, float] = (2.0, 1.0),
+    weight: float | None = None,
+    penalty: float = 0.0,
+    **options: Any,
+) -> list[Array]:
+    """Weights after some steps in float64, with targets `a + b y`.
+
+    The outputs have the unit of the targets: the first kernel and bias of the
+    last layer are those of `b = 1`, times b, plus a. The result has them in the
+    unit of `b = 1` again.
+    """
+    scale, offset = unit
+    with strategy().scope():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((4,))
+        hidden = layers.Dense(7, "tanh")(inputs)
+        outputs = layers.Dense(2)(Constant(penalty)(hidden))
+        model = keras.Model(inputs, outputs)
+        kernel, bias = model.layers[-1].get_weights()
+        model.layers[-1].set_weights([scale * kernel, scale * bias + offset])
+        if "accumulate" in options:
+            steps = options.pop("accumulate")
+            options["gradient_accumulation_steps"] = steps
+        model.compile(tfkfac.KFAC(**options), loss)
+    data = (X[:ROWS], offset + scale * SIGNAL[:ROWS])
+    if weight is not None:
+        data += (weight * WEIGHTS,)
+    rows = tf.data.Dataset.from_tensor_slices(data).batch(20)
+    model.fit(rows, epochs=4, shuffle=False, verbose=0)
+    *weights, kernel, bias = model.get_weights()
+    return [*weights, kernel / scale, (bias - offset) / scale]
+
+
+def assert_equal(got: list[Array], want: list[Array]) -> None:
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+
+
+def own(y: Any, p: Any) -> Any:
+    return tf.reduce_mean(tf.square(y - p))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "squares": {},
+    "own": {"loss": own},
+    "absolute": {"loss": "mae"},
+    "eigen": {"solver": "eigen"},
+    "empirical": {"fisher": "empirical"},
+    "micro-batches": {"accumulate": 3},
+    "weighted": {"weight": 1.0},
+}
+
+
+def check_units(ways: Any = WAYS) -> None:
+    with floats("float64"):
+        for way in ways:
+            want = trained(**WAYS[way])
+            got = trained(**{"unit": (2e4, 3e4), **WAYS[way]})
+            assert_equal(got, want)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_outputs_follow_the_targets(way: str) -> None:
+    """A training on `a + b y` is that on y, if the first outputs are."""
+    check_units([way])
+
+
+@pytest.mark.parametrize("way", ["squares", "own", "absolute", "micro-batches"])
+def test_weights_times_a_constant(way: str) -> None:
+    with floats("float64"):
+        want = trained(weight=1.0, **WAYS[way])
+        for factor in (1e-4, 1e4):
+            assert_equal(trained(weight=factor, **WAYS[way]), want)
+
+
+def test_losses_times_and_plus_a_constant() -> None:
+    with floats("float64"):
+        want = trained()
+        for loss in (
+            lambda y, p: 300 * own(y, p),
+            lambda y, p: own(y, p) + 10.0,
+            lambda y, p: 1e-3 * own(y, p) + 0.1,
+        ):
+            assert_equal(trained(loss), want)
+        assert_equal(trained(penalty=10.0), want)
+
+
+def check_workers() -> list[Array]:
+    with floats("float64"):
+        check_units(["squares", "weighted", "micro-batches"])
+        return trained(weight=1.0)
+
+
+@pytest.mark.parametrize("where", ["two", "mirrored"])
+def test_workers(on_workers: Any, where: str) -> None:
+    """The units are those of all workers."""
+    first, *others = on_workers(where, check_workers)
+    for weights in others:
+        for x, y in zip(weights, first, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_a_resumed_training(tmp_path: Any) -> None:
+    """The units are saved: a continued run is the same, bit for bit."""
+    model, y = network(), (1e3 * SIGNAL).astype("float32")
+    model.compile(
+        tfkfac.KFAC(tfkfac.schedules.FitDecay(1.0), step="spectral"), "mse"
+    )
+    x = X.astype("float32")
+    model.fit(x[:100], y[:100], batch_size=20, epochs=2, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    for m in (model, loaded):
+        for _ in range(3):
+            m.train_on_batch(x[100:140], 1e-2 * y[100:140])
+    for got, want in zip(
+        loaded.get_weights(), model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_labels_that_a_loss_ignores() -> None:
+    """A number for missing labels has no influence on the units."""
+
+    def loss(y: Any, p: Any) -> Any:
+        return tf.reduce_mean(tf.where(y > -999.0, tf.square(y - p), 0.0), -1)
+
+    y = SIGNAL[:, :1].astype("float32")
+    missing = np.arange(len(y)) % 3 == 0
+    errors = []
+    for number in (0.0, -999.0):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential(
+            [keras.Input((4,)), layers.Dense(24, "relu"), layers.Dense(1)]
+        )
+        model.compile(tfkfac.KFAC(), loss)
+        labels = np.where(missing[:, None], np.float32(number), y)
+        weights = None if number else np.where(missing, 0.0, 1.0)
+        model.fit(X, labels, 40, 12, 0, sample_weight=weights)
+        error = (model.predict(X, verbose=0) - y)[~missing]
+        errors.append(float(np.mean(error**2) / np.var(y)))
+    assert max(errors) < 0.1
+    assert errors[1] < 3 * errors[0]
+
+
+def test_a_trained_model_is_kept() -> None:
+    """Outputs are not fitted to labels that are close together."""
+    model, y = network(), (SIGNAL + 2).astype("float32")
+    model.compile("adam", "mse")
+    model.fit(X, y, batch_size=40, epochs=20, verbose=0)
+    before = model.evaluate(X, y, verbose=0)
+    near = np.argsort(np.abs(y - 2).sum(1))[:16]
+    for rows in (near, near[:2], near[:1]):
+        copy = keras.models.clone_model(model)
+        copy.set_weights(model.get_weights())
+        copy.compile(tfkfac.KFAC(), "mse")
+        copy.train_on_batch(X[rows], y[rows])
+        assert copy.evaluate(X, y, verbose=0) < 1.5 * before

@@ -1,0 +1,337 @@
+"""Units of the training data: spread of the labels, weights of the examples.
+
+Squared errors are the negative log-likelihood of a normal distribution whose
+variance is not known; location losses are similar. In the unit
+
+    U = u S m
+
+the loss of `a + b y` is the loss of y. u is the unit of `loss/terms.py`, m the
+mean weight of the examples, and s the standard deviation of the labels. S is
+the loss of the best constant prediction: `s^2` for squared errors, for location
+losses the loss of normally distributed residuals, and 1 for other losses. With
+several losses, U is the largest of their units.
+
+s and m are running averages over the batches of all workers. Their numerators
+and denominators decay by 0.99 and 0.999 a step, so the first step has the
+values of its batch.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfkfac.compat.graphs import before_relu
+from tfkfac.kfac.active import ActiveBlock
+from tfkfac.linalg.tensors import all_finite, select
+from tfkfac.loss.shares import LossMeasure
+from tfkfac.loss.terms import LossTerms, has_free_scale, needs_recognition
+
+_LABEL_DECAY, _WEIGHT_DECAY = 0.99, 0.999
+# Layers that `OutputFit` changes: the last axis of the kernel is the outputs.
+_LAST_LAYERS = (
+    keras.layers.Dense,
+    keras.layers.Conv1D,
+    keras.layers.Conv2D,
+    keras.layers.Conv3D,
+)
+_MIN_ROWS = 7.5  # rows of labels before a fit of outputs
+_FAR = 4.0  # mean square error over `s^2` above which the outputs are fitted
+# Variance over mean square below which labels are constant: float32 rounding.
+_CONSTANT = 1e-13
+
+
+class Units(NamedTuple):
+    """Units of a step.
+
+    Attributes:
+        factor: `U / u`, the largest unit over the largest u.
+        deviations: Standard deviation s of the labels of each loss, None for a
+            loss without a free scale.
+        powers: Mean square of the labels of each loss, likewise.
+    """
+
+    factor: tf.Tensor
+    deviations: Sequence[tf.Tensor | None]
+    powers: Sequence[tf.Tensor | None]
+
+
+class Moments:
+    """Sums over the labels, weights and outputs of a batch.
+
+    Attributes:
+        layers: For each loss, the layer that computes its outputs, or None.
+        values: The sums of this replica, a float64 vector.
+    """
+
+    def __init__(
+        self, loss: LossMeasure, layers: Sequence[ActiveBlock | None]
+    ) -> None:
+        self._losses, self._units, self.layers = loss.losses, loss.units, layers
+        self._fits = [
+            OutputFit.of(terms, layer)
+            for terms, layer in zip(loss.losses, layers, strict=True)
+        ]
+        averaged = [
+            sums
+            for terms in loss.losses
+            for sums in (_weight_sums(terms), _label_sums(terms))
+        ]
+        fitted = [None if fit is None else fit.sums for fit in self._fits]
+        self._sizes = [_size(sums) for sums in (*averaged, *fitted)]
+        # Averages of weights have room also in batches without weights.
+        self._averaged_sizes = self._sizes[: len(averaged)]
+        self._averaged_sizes[::2] = [2] * len(loss.losses)
+        present = [x for x in (*averaged, *fitted) if x is not None]
+        self.values = tf.concat([tf.zeros([0], tf.float64), *present], 0)
+
+    def accumulated(self, sums: tf.Variable) -> "Moments":
+        """Add the sums to those of earlier micro-batches; return the total."""
+        moments = copy.copy(self)
+        moments.values = _read(sums, sum(self._sizes)) + self.values
+        sums.assign(moments.values)
+        return moments
+
+    def update(self, averages: tf.Variable, totals: tf.Tensor) -> Units:
+        """Add the sums of all workers to the running sums."""
+        old = _read(averages, sum(self._averaged_sizes))
+        decays = [_WEIGHT_DECAY, _LABEL_DECAY] * len(self._losses)
+        parts = [
+            part if not size else total + decay * part
+            for part, total, size, decay in zip(
+                tf.split(old, self._averaged_sizes),
+                tf.split(totals, self._sizes),
+                self._sizes,
+                decays,
+                strict=False,
+            )
+        ]
+        new = select(all_finite([totals]), tf.concat(parts, 0), old)
+        averages.assign(new)
+        parts = tf.split(new, self._averaged_sizes)
+        units, deviations, powers = [], [], []
+        for terms, unit, weights, labels, size in zip(
+            self._losses,
+            self._units,
+            parts[::2],
+            parts[1::2],
+            self._sizes[::2],
+            strict=False,
+        ):
+            deviation = power = None
+            if size:
+                mean = tf.math.divide_no_nan(weights[0], weights[1])
+                unit *= tf.where(mean > 0, mean, 1.0)
+            if labels.shape[0]:
+                deviation, power = _deviation(labels)
+                spread = terms.likelihood.spread or tf.square
+                unit *= spread(deviation)
+            units.append(unit)
+            deviations.append(deviation)
+            powers.append(power)
+        factor = tf.math.divide_no_nan(
+            tf.reduce_max(units), tf.reduce_max(self._units)
+        )
+        return Units(tf.where(factor > 0, factor, 1.0), deviations, powers)
+
+    def changes(
+        self, totals: tf.Tensor, units: Units, is_early: tf.Tensor
+    ) -> dict[int, tuple[tf.Tensor, tf.Tensor]]:
+        """Return (due, change) of the weights that `OutputFit` changes.
+
+        The keys are indices of the variables of the step. No change is due
+        unless `is_early`.
+        """
+        parts = tf.split(totals, self._sizes)[len(self._averaged_sizes) :]
+        changes: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+        for fit, sums, s, power in zip(
+            self._fits, parts, units.deviations, units.powers, strict=True
+        ):
+            if fit is not None and s is not None:
+                changes |= fit.changes(sums, s, power, is_early)
+        return changes
+
+
+def _size(sums: tf.Tensor | None) -> int:
+    return 0 if sums is None else int(sums.shape[0])
+
+
+def _read(sums: tf.Variable, size: int) -> tf.Tensor:
+    """Read sums of a size; zeros if the stored size differs."""
+    with tf.init_scope():
+        # XLA would compile a second time if the first step set the size.
+        if sums.read_value().shape != [size]:
+            sums.assign(tf.zeros([size], tf.float64))
+    value = sums.read_value()
+    fits = tf.cast(tf.equal(tf.size(value), size), tf.float64)
+    return tf.ensure_shape(tf.pad(value, [[0, size]])[:size], [size]) * fits
+
+
+class OutputFit(NamedTuple):
+    """Fit of a scale and an offset of each output.
+
+    The outputs z of a new model may be far from labels whose unit is not that
+    of the initial weights. If their mean square error is more than `4 s^2`,
+    half of the mean square of the labels, and twice the error of
+    `alpha z + beta`, one of the first 10 steps sets the kernel and the bias of
+    the last layer to the latter outputs, for any learning rate, and changes no
+    other weight. `alpha z` has at most the standard deviation s, and beta is
+    the mean error. Eight rows of labels are needed.
+    """
+
+    layer: ActiveBlock
+    sums: tf.Tensor
+    """Sums of `w, w z, w z^2, w y z, w y, w y^2` for each output."""
+
+    @classmethod
+    def of(
+        cls, terms: LossTerms, layer: ActiveBlock | None
+    ) -> "OutputFit | None":
+        """Return the fit; None if the layer or labels do not allow it."""
+        if layer is None or not has_free_scale(terms):
+            return None
+        if not isinstance(layer.block.layer, _LAST_LAYERS):
+            return None
+        assert terms.call is not None
+        y, z = map(tf.convert_to_tensor, (terms.call.y_true, terms.call.y_pred))
+        if before_relu(z) is not z:  # an offset could make all outputs 0
+            return None
+        y, z = (x[:, None] if x.shape.rank == 1 else x for x in (y, z))
+        variables = layer.block.variables
+        shapes = [tuple(v.shape) for v in variables]
+        columns = z.shape[-1]
+        is_plain = len(variables) == len(layer.indices) and columns is not None
+        is_plain &= tf.TensorShape(y.shape[1:]).is_compatible_with(z.shape[1:])
+        is_plain &= shapes[0][-1:] == (columns,)
+        is_plain &= shapes[1:] in ([], [(columns,)])
+        if not is_plain:
+            return None
+        y, z = (
+            tf.reshape(tf.cast(x, tf.float64), [-1, columns]) for x in (y, z)
+        )
+        w = _label_weights(terms, terms.call.y_pred, columns)
+        products = tf.stack([tf.ones_like(z), z, z * z, y * z, y, y * y])
+        products = tf.math.multiply_no_nan(products, w)
+        return cls(layer, tf.reshape(tf.reduce_sum(products, 1), [-1]))
+
+    def changes(
+        self,
+        sums: tf.Tensor,
+        s: tf.Tensor,
+        power: tf.Tensor,
+        is_early: tf.Tensor,
+    ) -> dict[int, tuple[tf.Tensor, tf.Tensor]]:
+        """Return (due, change) of the kernel and the bias, by index."""
+        totals, *products = tf.unstack(tf.reshape(sums, [6, -1]))
+        z, zz, yz, y, yy = (tf.math.divide_no_nan(x, totals) for x in products)
+        variables = [
+            tf.convert_to_tensor(v) for v in self.layer.block.variables
+        ]
+        has_bias = len(variables) > 1
+        variance = tf.maximum(zz - z * z if has_bias else zz, 0.0)
+        alpha = tf.minimum(tf.math.divide_no_nan(s, tf.sqrt(variance)), 1.0)
+        beta = y - alpha * z if has_bias else tf.zeros_like(y)
+        error = tf.reduce_mean(yy - 2 * yz + zz)
+        fitted = yy + alpha * (alpha * zz - 2 * yz)
+        fitted += beta * (beta - 2 * y + 2 * alpha * z)
+        changes = [(alpha - 1) * tf.cast(v, tf.float64) for v in variables]
+        if has_bias:
+            changes[1] += beta
+        # The labels of one batch may be closer together than those of others:
+        # a trained model has a smaller error than outputs of 0.
+        due = is_early & (error > _FAR * tf.square(s)) & (error > power / 2)
+        due &= (error > 2 * tf.reduce_mean(fitted)) & tf.math.is_finite(error)
+        return {
+            i: (due, tf.cast(change, v.dtype))
+            for i, v, change in zip(
+                self.layer.indices, variables, changes, strict=True
+            )
+        }
+
+
+def _weight_sums(terms: LossTerms) -> tf.Tensor | None:
+    """Return the sum and the number of the weights; None if all are 1."""
+    reduction = None if terms.call is None else terms.call.reduction
+    if reduction is None or reduction.weights is None:
+        return None
+    # This mean does not change if all weights are multiplied by a constant.
+    if reduction.kind == "mean_with_sample_weight":
+        return None
+    weights, mask = reduction.term_weights(), reduction.term_mask()
+    assert weights is not None
+    count = tf.cast(tf.size(weights), tf.float64)
+    if mask is not None:
+        count = tf.reduce_sum(tf.cast(mask, tf.float64))
+    return tf.stack([tf.reduce_sum(tf.cast(weights, tf.float64)), count])
+
+
+def _label_sums(terms: LossTerms) -> tf.Tensor | None:
+    """Return `sum w^2`, `sum w y^2`, and for each output `sum w`, `sum w y`.
+
+    None for a loss without a free scale. w are the weights of the labels.
+    """
+    if not has_free_scale(terms):
+        return None
+    assert terms.call is not None
+    y = tf.convert_to_tensor(terms.call.y_true)
+    columns = (y.shape[-1] if y.shape.rank > 1 else 1) or 1
+    w = _label_weights(terms, y, columns)
+    y = tf.reshape(tf.cast(y, tf.float64), [-1, columns])
+    weighted = tf.math.multiply_no_nan(y, w)
+    squares = tf.reduce_sum(tf.math.multiply_no_nan(y, weighted))
+    first = tf.stack([tf.reduce_sum(w * w) / columns, squares])
+    return tf.concat(
+        [first, tf.reduce_sum(w, 0), tf.reduce_sum(weighted, 0)], 0
+    )
+
+
+def _label_weights(
+    terms: LossTerms, labels: tf.Tensor, columns: int
+) -> tf.Tensor:
+    """Return the weights of labels or outputs, `(rows, columns)`.
+
+    The weight is 0 for labels that a loss of the user's ignores.
+    """
+    assert terms.call is not None and terms.call.reduction is not None
+    shape = tf.shape(labels)
+    weights = terms.call.reduction.term_weights()
+    if weights is None:
+        weights = tf.ones([], tf.float32)
+    missing = tf.maximum(tf.size(shape) - tf.rank(weights), 0)
+    ones = tf.ones([missing], tf.int32)
+    weights = tf.reshape(weights, tf.concat([tf.shape(weights), ones], 0))
+    weights = tf.reshape(tf.broadcast_to(weights, shape), [-1, columns])
+    weights = tf.cast(weights, tf.float64)
+    used = terms.likelihood.used
+    if used is not None and needs_recognition(terms.call.loss):
+        y = tf.convert_to_tensor(terms.call.y_true)
+        flags = tf.reshape(used(y, terms.call.y_pred), [-1, columns])
+        weights *= tf.cast(flags, tf.float64)
+    return weights
+
+
+def _deviation(sums: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the standard deviation and the mean square of the labels.
+
+    The deviation is about each output's mean. Without a variance, as for a
+    single row, use the root mean square; if this is 0, use 1. The mean square
+    of fewer than `_MIN_ROWS` rows is infinite.
+    """
+    columns = (sums.shape[0] - 2) // 2
+    squares, power, totals, means = tf.split(sums, [1, 1, columns, columns])
+    total = tf.reduce_sum(totals)
+    means = tf.math.divide_no_nan(means, totals)
+    power = tf.math.divide_no_nan(power[0], total)
+    variance = power - tf.math.divide_no_nan(
+        tf.reduce_sum(totals * tf.square(means)), total
+    )
+    # Effective number of rows
+    rows = tf.math.divide_no_nan(tf.square(total / columns), squares[0])
+    is_constant = (variance <= _CONSTANT * power) | (rows <= 1)
+    variance *= tf.math.divide_no_nan(rows, rows - 1)
+    variance = tf.where(is_constant, power, variance)
+    deviation = tf.sqrt(tf.where(variance > 0, variance, 1.0))
+    return deviation, tf.where(rows >= _MIN_ROWS, power, np.inf)
