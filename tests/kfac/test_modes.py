@@ -564,7 +564,6 @@ def train_tokens(name: str, is_masked: bool) -> Result:
     weights = rng.integers(0, 3, size=(24, 3)) + 0.0
     counts = [(3, 2, 1, 0), (0, 1, 0, 3), (2, 2, 2, 0), (0, 0, 1, 1)]
     feed = training.rows_of(counts)
-    fisher = "empirical" if name in ("weights", "outputs") else "type2"
     with floats("float64"):
         with strategy().scope():
             keras.utils.set_random_seed(0)
@@ -576,7 +575,8 @@ def train_tokens(name: str, is_masked: bool) -> Result:
                 second = layers.Dense(2, name="second")(hidden(inputs))
                 outputs = [outputs, second]
             model = keras.Model(inputs, outputs)
-            optimizer = tfkfac.KFAC(INNERS["sgd"](), fisher=fisher, **DEFAULTS)
+            options = {**DEFAULTS, "fisher": "empirical"}
+            optimizer = tfkfac.KFAC(INNERS["sgd"](), **options)
             model.compile(optimizer, LOSSES[name])
         start = model.get_weights()
         steps = shares(feed, strategy().num_replicas_in_sync)
@@ -605,7 +605,6 @@ def test_tokens_weigh_the_same_on_every_worker(
         np.testing.assert_equal(worker["start"], single["start"])
         assert_close(worker, single["weights"])
         assert worker["events"] == single["events"]
-        assert bool(worker["events"]) == name.endswith("capped")
         assert worker["factors"]
         for path, block in worker["factors"].items():
             for key, value in block.items():
