@@ -11,7 +11,9 @@ the residuals `z - y` of outputs z and labels y, and increases with their size:
 absolute errors, Huber losses, quantile losses.
 """
 
+import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -75,6 +77,7 @@ class Likelihood(NamedTuple):
             distributed residuals.
         used: Function from labels and outputs to a bool for each output, False
             if the loss ignores the label; None if it uses all.
+        is_sum: True if the loss returns the sum over the examples, a scalar.
     """
 
     name: str | None = None
@@ -82,21 +85,14 @@ class Likelihood(NamedTuple):
     constant: float | tf.Tensor = 0.0
     spread: Callable[[tf.Tensor], tf.Tensor] | None = None
     used: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | None = None
+    is_sum: bool = False
 
 
 UNKNOWN = Likelihood()
 
 
-def recognize(
-    call: LossCall, summed: bool, name: str | None = None
-) -> Likelihood:
-    """Compare a loss with the likelihoods of its labels.
-
-    Args:
-        call: A call of the loss.
-        summed: True if the loss sums over the examples and returns a scalar.
-        name: The name of the likelihood; None to compare.
-    """
+def recognize(call: LossCall, name: str | None = None) -> Likelihood:
+    """Compare a loss with the likelihoods of its labels, or with one name."""
     tensors = call.y_true, call.y_pred
     static = [tf.TensorShape(getattr(t, "shape", None)) for t in tensors]
     if not all(shape.rank for shape in static):
@@ -110,23 +106,21 @@ def recognize(
         for key, value in sorted(vars(call.loss).items())
         if isinstance(value, (bool, int, float))
     )
-    key = shapes, has_logits, summed, name, numbers
+    key = shapes, has_logits, name, numbers
     if key not in matches:
         with paused(), tf.init_scope():
             names = _candidates(shapes, has_logits) if name is None else (name,)
-            matches[key] = _find_match(
-                call.loss, shapes, has_logits, summed, names
-            )
+            matches[key] = _find_match(call.loss, shapes, has_logits, names)
     match = matches[key]
-    if match is None:
-        return UNKNOWN
+    if isinstance(match, Likelihood):
+        return match
     if match.constants is not None:
         return match.likelihood(shapes, *match.constants)
     sizes = Shapes(*(tf.shape(t)[1:] for t in tensors))
     return match.likelihood(sizes, *match.fit(sizes, _SCALES[::4]))
 
 
-class _Cache(dict[Any, "_Match | None"]):
+class _Cache(dict[Any, "_Match | Likelihood"]):
     """Results by shapes, which copies of a loss do not share."""
 
     def __reduce__(self) -> Any:
@@ -169,10 +163,10 @@ class _Match:
         shapes: Static shapes; None for sizes that are not static.
         name: Name of the likelihood.
         has_logits: True if the outputs have Keras' logits.
-        summed: True if the loss sums over the examples and returns a scalar.
 
     Attributes:
         constants: u and h of a loss; None if they may change.
+        is_sum: See `Likelihood`.
     """
 
     def __init__(
@@ -181,7 +175,6 @@ class _Match:
         shapes: Shapes,
         name: str,
         has_logits: bool,
-        summed: bool,
     ) -> None:
         activation = _ACTIVATIONS.get(name)
 
@@ -190,7 +183,10 @@ class _Match:
             if activation is not None:
                 logits = z if has_logits else None
                 outputs = in_place_of(z, activation(z), logits)
-            return tf.convert_to_tensor(loss.call(labels, outputs))
+            try:
+                return tf.convert_to_tensor(loss.call(labels, outputs))
+            except Exception as error:  # code of the user's: any error
+                raise ValueError("The loss rejects the example") from error
 
         self.name, self._dtype = name, tf.as_dtype(loss.dtype)
         self._are_classes = _are_classes(shapes)
@@ -199,14 +195,18 @@ class _Match:
         self._values = function.get_concrete_function(*specs)
         self._written = written_in(self._values.graph)
         self._rank = self._values.structured_outputs.shape.rank
-        self._is_sum = summed and self._rank == 0
-        captured = [outer for outer, _ in self._values.graph.captures]
-        reads_variables = any(x.dtype == tf.resource for x in captured)
+        self._captured = [outer for outer, _ in self._values.graph.captures]
+        self._shapes, self.is_sum = shapes, False
         self.constants: tuple[float, float] | None = None
-        sizes = Shapes(*(_filled(shape) for shape in shapes))
-        with nonzero_variables(captured):
+
+    def compare(self) -> None:
+        """Set `is_sum` and `constants`; raise an error if the loss differs."""
+        sizes = Shapes(*(_filled(shape) for shape in self._shapes))
+        with nonzero_variables(self._captured):
+            self.is_sum = self._rank == 0 and self._doubles(sizes)
             unit, constant = (float(x) for x in self._check(sizes))
-        if sizes == shapes and not reads_variables:
+        reads_variables = any(x.dtype == tf.resource for x in self._captured)
+        if sizes == self._shapes and not reads_variables:
             self.constants = unit, constant
 
     def likelihood(self, sizes: Shapes, unit: Any, constant: Any) -> Likelihood:
@@ -215,7 +215,7 @@ class _Match:
         if self.name == LOCATION:
             spread = functools.partial(self._spread, sizes, constant)
         used = self._used if self.name in (NORMAL, LOCATION) else None
-        return Likelihood(self.name, unit, constant, spread, used)
+        return Likelihood(self.name, unit, constant, spread, used, self.is_sum)
 
     def fit(self, sizes: Shapes, scales: Sequence[float]) -> tuple[Any, Any]:
         """Compute u and h from examples of different scales."""
@@ -236,6 +236,20 @@ class _Match:
         zero = tf.zeros_like(constant)
         return tf.where(has_none, ratio, unit), tf.where(
             has_none, zero, constant
+        )
+
+    def _doubles(self, sizes: Shapes) -> bool:
+        """Return True if the loss doubles when each example occurs twice.
+
+        Only a sum does. The examples differ: for equal ones, a contrastive
+        loss of n examples is log n.
+        """
+        pairs = [self._example(sizes, i, 1.0)[:2] for i in range(2)]
+        batch = [tf.stack(x) for x in zip(*pairs, strict=True)]
+        doubled = [tf.concat([x, x], 0) for x in batch]
+        first, second = float(self._loss(*batch)), float(self._loss(*doubled))
+        return 0 < abs(first) < math.inf and math.isclose(
+            second, 2 * first, rel_tol=_TOLERANCE
         )
 
     def _check(self, sizes: Shapes) -> tuple[Any, Any]:
@@ -280,7 +294,7 @@ class _Match:
             for i in range(2)
         )
         z = scale * noise
-        if self.name == NORMAL:
+        if self.name in (NORMAL, LOCATION):
             labels, z = random, random + z
             nll = tf.square(z - labels) / 2
         elif self.name == RESIDUALS:
@@ -305,7 +319,7 @@ class _Match:
         with kept_variables(self._written):
             values = self._values(labels, z)
         mean = tf.reduce_mean(tf.cast(values, tf.float64))
-        if self._is_sum:
+        if self.is_sum:
             examples, *sizes = tf.unstack(tf.shape(z))
             terms = self._terms(Shapes((), tf.stack(sizes)))
             mean /= tf.cast(examples, tf.float64) * terms
@@ -369,16 +383,23 @@ def _find_match(
     loss: keras.losses.Loss,
     shapes: Shapes,
     has_logits: bool,
-    summed: bool,
     names: Sequence[str],
-) -> _Match | None:
-    """Return the first likelihood that a loss is a multiple of, or None."""
+) -> _Match | Likelihood:
+    """Return the first likelihood that a loss is a multiple of, or `UNKNOWN`.
+
+    `UNKNOWN` has the `is_sum` of the loss.
+    """
+    is_sum = False
     for name in names:
-        try:
-            return _Match(loss, shapes, name, has_logits, summed)
-        except Exception:  # the loss may reject synthetic examples
-            continue
-    return None
+        match = None
+        # ValueError: the loss differs, rejects the example or has effects.
+        # OpError: it fails at run time, or open sizes of the example differ.
+        with contextlib.suppress(ValueError, tf.errors.OpError):
+            match = _Match(loss, shapes, name, has_logits)
+            match.compare()
+            return match
+        is_sum |= match is not None and match.is_sum
+    return UNKNOWN._replace(is_sum=is_sum)
 
 
 def _require(condition: bool) -> None:

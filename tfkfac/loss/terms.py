@@ -24,8 +24,6 @@ from typing import Any, NamedTuple, TypeVar
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.model_taps import paused
-from tfkfac.compat.graphs import kept_variables, written_in
 from tfkfac.compat.losses import (
     LossCall,
     Reduction,
@@ -35,7 +33,6 @@ from tfkfac.compat.losses import (
     loss_function,
     loss_weights,
 )
-from tfkfac.compat.overrides import keep_on
 from tfkfac.loss.recognition import (
     BERNOULLI,
     CATEGORICAL,
@@ -88,7 +85,6 @@ _ELEMENTWISE = {
     keras.losses.log_cosh,
     keras.losses.poisson,
 }
-_TOLERANCE = 1e-3  # relative tolerance when comparing two loss values
 
 
 def check_labels(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> None:
@@ -144,9 +140,7 @@ def recognized(losses: Sequence["LossTerms"]) -> list[tuple[str, str | None]]:
     ]
 
 
-def find_likelihood(
-    call: LossCall, reduction: Reduction, summed: bool
-) -> Likelihood:
+def find_likelihood(call: LossCall, reduction: Reduction) -> Likelihood:
     """Return the likelihood of a loss, and its unit u."""
     y_pred = call.y_pred
     if not tf.is_tensor(y_pred) or not y_pred.shape.rank:
@@ -154,9 +148,9 @@ def find_likelihood(
     known_loss = look_up(_KNOWN_LOSSES, call.loss)
     if known_loss is None:
         is_known = is_of_keras(call.loss)
-        return UNKNOWN if is_known else recognize(call, summed)
+        return UNKNOWN if is_known else recognize(call)
     if known_loss.likelihood == LOCATION:
-        return recognize(call, summed, LOCATION)
+        return recognize(call, LOCATION)
     features = 1.0
     if known_loss.is_mean:
         features = _features(y_pred, reduction.values)
@@ -194,67 +188,6 @@ def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:
         for t in (y_pred, values)
     ]
     return tf.maximum(tf.math.divide_no_nan(*sizes), 1.0)
-
-
-# ------------------------------------------------ losses that return a scalar
-_SUMS = "_tfkfac_sums"  # attribute of a loss: cached results of `is_sum`
-
-
-def is_sum(call: LossCall) -> bool:
-    """Return True if a loss that returns a scalar sums over the examples.
-
-    Only a sum doubles if each of some synthetic examples occurs twice. A loss
-    with other effects than writing variables is treated as a mean.
-    """
-    tensors = call.y_true, call.y_pred
-    static_shapes = [tf.TensorShape(getattr(t, "shape", None)) for t in tensors]
-    if not all(shape.rank for shape in static_shapes):
-        return False
-    shapes = tuple(tuple(shape[1:]) for shape in static_shapes)
-    results = keep_on(call.loss, _SUMS, dict[Any, bool])
-    if shapes not in results:
-        results[shapes] = _doubles(call.loss, shapes)
-    return results[shapes]
-
-
-def _doubles(
-    loss: keras.losses.Loss, shapes: Sequence[Sequence[int | None]]
-) -> bool:
-    """Return True if the loss doubles when each example occurs twice."""
-    specs = [tf.TensorSpec([None, *shape], loss.dtype) for shape in shapes]
-    with paused(), tf.init_scope():
-        examples = _examples(specs)
-        try:
-            function = tf.function(loss.call, autograph=False)
-            concrete = function.get_concrete_function(*specs)
-            with kept_variables(written_in(concrete.graph)):
-                for single in examples:
-                    doubled = [tf.concat([x, x], 0) for x in single]
-                    first, second = (
-                        float(concrete(*x)) for x in (single, doubled)
-                    )
-                    if math.isfinite(first) and first != 0:
-                        return math.isclose(
-                            second, 2 * first, rel_tol=_TOLERANCE
-                        )
-        except Exception:  # the loss may reject synthetic data
-            return False
-    return False
-
-
-def _examples(specs: Sequence[tf.TensorSpec]) -> list[list[tf.Tensor]]:
-    """Return synthetic (labels, outputs): real, binary and class labels."""
-    shapes = [[2, *(size or 2 for size in spec.shape[1:])] for spec in specs]
-    normal = [
-        tf.random.stateless_normal(shape, [i, 0], dtype=spec.dtype)
-        for i, (shape, spec) in enumerate(zip(shapes, specs, strict=True))
-    ]
-    labels, predictions = normal
-    return [
-        normal,
-        [tf.cast(labels > 0, labels.dtype), tf.sigmoid(predictions)],
-        [tf.zeros_like(labels), predictions],
-    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,10 +241,10 @@ def _terms_of(
 ) -> LossTerms:
     values = reduction.values
     is_scalar = values.shape.rank == 0
-    summed = not is_scalar and reduction.kind in ("sum", "none", None)
-    if is_scalar and needs_recognition(call.loss):
-        summed = is_sum(call)
-    likelihood = find_likelihood(call, reduction, summed)
+    likelihood = find_likelihood(call, reduction)
+    summed = likelihood.is_sum
+    if not is_scalar:
+        summed = reduction.kind in ("sum", "none", None)
     # Use the absolute weight: division by a negative unit would cancel the sign
     # of a negative loss weight.
     unit = tf.abs(_float64(weight)) * _float64(likelihood.unit)
