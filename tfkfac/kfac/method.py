@@ -29,7 +29,7 @@ from tfkfac.kfac.active import (
     with_rows,
 )
 from tfkfac.kfac.averages import Pending
-from tfkfac.kfac.length import WARMUP, Batch
+from tfkfac.kfac.length import Batch
 from tfkfac.kfac.natural import Natural, count_invalid
 from tfkfac.kfac.placement import (
     FACTORS,
@@ -152,8 +152,7 @@ class KFACMethod(Method):
             units = moments.update(state.length.scale_sums, totals)
             step.multiply_unit(units.factor)
             layers = scale_outputs(layers, moments.layers, units.deviations)
-            is_early = self.job.clock < WARMUP
-            step.output_changes = moments.changes(totals, units, is_early)
+            step.output_changes = moments.changes(totals, units)
         step.check_finite()
         # Factors: all-reduce the statistics, update the running averages.
         self.update_factors(layers, step, statistics)
@@ -294,7 +293,7 @@ class KFACMethod(Method):
         assert self._choice is not None
         is_empirical = self._choice.type == EMPIRICAL
         # Skip gradients at outputs that are still far from the labels.
-        fits = [is_due for is_due, _ in step.output_changes.values()]
+        fits = [is_due for is_due, *_ in step.output_changes.values()]
         is_usable = ~tf.reduce_any(fits) if fits else tf.constant(True)
 
         def move_averages() -> None:

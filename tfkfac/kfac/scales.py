@@ -29,6 +29,7 @@ from tfkfac.kfac.active import ActiveBlock
 from tfkfac.linalg.tensors import all_finite, select
 from tfkfac.loss.shares import LossMeasure
 from tfkfac.loss.terms import LossTerms, has_free_scale, needs_recognition
+from tfkfac.training.step import Changes
 
 _LABEL_DECAY, _WEIGHT_DECAY = 0.99, 0.999
 # Layers that `OutputFit` changes: the last axis of the kernel is the outputs.
@@ -65,14 +66,22 @@ class Moments:
     Attributes:
         layers: For each loss, the layer that computes its outputs, or None.
         values: The sums of this replica, a float64 vector.
+
+    Args:
+        loss: The losses of the batch.
+        layers: See above.
+        is_early: Scalar bool, True in the steps that may fit the outputs.
     """
 
     def __init__(
-        self, loss: LossMeasure, layers: Sequence[ActiveBlock | None]
+        self,
+        loss: LossMeasure,
+        layers: Sequence[ActiveBlock | None],
+        is_early: tf.Tensor,
     ) -> None:
         self._losses, self._units, self.layers = loss.losses, loss.units, layers
         self._fits = [
-            OutputFit.of(terms, layer)
+            OutputFit.of(terms, layer, is_early)
             for terms, layer in zip(loss.losses, layers, strict=True)
         ]
         averaged = [
@@ -137,21 +146,15 @@ class Moments:
         )
         return Units(tf.where(factor > 0, factor, 1.0), deviations, powers)
 
-    def changes(
-        self, totals: tf.Tensor, units: Units, is_early: tf.Tensor
-    ) -> dict[int, tuple[tf.Tensor, tf.Tensor]]:
-        """Return (due, change) of the weights that `OutputFit` changes.
-
-        The keys are indices of the variables of the step. No change is due
-        unless `is_early`.
-        """
+    def changes(self, totals: tf.Tensor, units: Units) -> Changes:
+        """Return the changes of weights by `OutputFit`, see `Changes`."""
         parts = tf.split(totals, self._sizes)[len(self._averaged_sizes) :]
-        changes: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+        changes: Changes = {}
         for fit, sums, s, power in zip(
             self._fits, parts, units.deviations, units.powers, strict=True
         ):
             if fit is not None and s is not None:
-                changes |= fit.changes(sums, s, power, is_early)
+                changes |= fit.changes(sums, s, power)
         return changes
 
 
@@ -184,11 +187,11 @@ class OutputFit(NamedTuple):
 
     layer: ActiveBlock
     sums: tf.Tensor
-    """Sums of `w, w z, w z^2, w y z, w y, w y^2` for each output."""
+    """Sums of `w, w z, w z^2, w y z, w y, w y^2` for each output, or zeros."""
 
     @classmethod
     def of(
-        cls, terms: LossTerms, layer: ActiveBlock | None
+        cls, terms: LossTerms, layer: ActiveBlock | None, is_early: tf.Tensor
     ) -> "OutputFit | None":
         """Return the fit; None if the layer or labels do not allow it."""
         if layer is None or not has_free_scale(terms):
@@ -209,46 +212,42 @@ class OutputFit(NamedTuple):
         is_plain &= shapes[1:] in ([], [(columns,)])
         if not is_plain:
             return None
-        y, z = (
-            tf.reshape(tf.cast(x, tf.float64), [-1, columns]) for x in (y, z)
-        )
-        w = _label_weights(terms, terms.call.y_pred, columns)
-        products = tf.stack([tf.ones_like(z), z, z * z, y * z, y, y * y])
-        products = tf.math.multiply_no_nan(products, w)
-        return cls(layer, tf.reshape(tf.reduce_sum(products, 1), [-1]))
+
+        def sums() -> tf.Tensor:
+            y64, z64 = (
+                tf.reshape(tf.cast(x, tf.float64), [-1, columns])
+                for x in (y, z)
+            )
+            factors = [tf.ones_like(z64), z64, z64**2, y64 * z64, y64, y64**2]
+            w = _label_weights(terms, z, columns)
+            products = tf.math.multiply_no_nan(tf.stack(factors), w)
+            return tf.reshape(tf.reduce_sum(products, 1), [-1])
+
+        # All workers add up the sums, also zeros: no collective in a branch.
+        zeros = tf.zeros([6 * columns], tf.float64)
+        return cls(layer, tf.cond(is_early, sums, lambda: zeros))
 
     def changes(
-        self,
-        sums: tf.Tensor,
-        s: tf.Tensor,
-        power: tf.Tensor,
-        is_early: tf.Tensor,
-    ) -> dict[int, tuple[tf.Tensor, tf.Tensor]]:
-        """Return (due, change) of the kernel and the bias, by index."""
+        self, sums: tf.Tensor, s: tf.Tensor, power: tf.Tensor
+    ) -> Changes:
+        """Return the changes of the kernel and the bias."""
         totals, *products = tf.unstack(tf.reshape(sums, [6, -1]))
         z, zz, yz, y, yy = (tf.math.divide_no_nan(x, totals) for x in products)
-        variables = [
-            tf.convert_to_tensor(v) for v in self.layer.block.variables
-        ]
-        has_bias = len(variables) > 1
+        has_bias = len(self.layer.indices) > 1
         variance = tf.maximum(zz - z * z if has_bias else zz, 0.0)
         alpha = tf.minimum(tf.math.divide_no_nan(s, tf.sqrt(variance)), 1.0)
         beta = y - alpha * z if has_bias else tf.zeros_like(y)
         error = tf.reduce_mean(yy - 2 * yz + zz)
         fitted = yy + alpha * (alpha * zz - 2 * yz)
         fitted += beta * (beta - 2 * y + 2 * alpha * z)
-        changes = [(alpha - 1) * tf.cast(v, tf.float64) for v in variables]
-        if has_bias:
-            changes[1] += beta
         # The labels of one batch may be closer together than those of others:
         # a trained model has a smaller error than outputs of 0.
-        due = is_early & (error > _FAR * tf.square(s)) & (error > power / 2)
+        due = (error > _FAR * tf.square(s)) & (error > power / 2)
         due &= (error > 2 * tf.reduce_mean(fitted)) & tf.math.is_finite(error)
+        offsets = tf.zeros_like(beta), beta
         return {
-            i: (due, tf.cast(change, v.dtype))
-            for i, v, change in zip(
-                self.layer.indices, variables, changes, strict=True
-            )
+            i: (due, alpha - 1, offset)
+            for i, offset in zip(self.layer.indices, offsets, strict=False)
         }
 
 

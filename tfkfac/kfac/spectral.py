@@ -43,7 +43,7 @@ from tfkfac.kfac.averages import (
     plain_matrices,
 )
 from tfkfac.kfac.exchange import Exchange
-from tfkfac.kfac.length import RMS, Batch
+from tfkfac.kfac.length import RMS, WARMUP, Batch
 from tfkfac.kfac.natural import (
     TABLES,
     Natural,
@@ -120,7 +120,8 @@ class Spectral(Natural):
     ) -> Moments | None:
         losses = step.loss.losses
         last_layers = [output_layer(layers, terms) for terms in losses]
-        moments = Moments(step.loss, last_layers)
+        is_early = step.job.clock < WARMUP
+        moments = Moments(step.loss, last_layers, is_early)
         return moments if moments.values.shape[0] else None
 
     @override
@@ -211,8 +212,7 @@ def fit_outputs(gradients: Gradients, step: Step, state: State) -> Gradients:
     """Replace the step by the fits of outputs that are due."""
     if not step.output_changes:
         return gradients
-    flags = {i: due for i, (due, _) in step.output_changes.items()}
-    due = tf.reduce_any(list(flags.values()))
+    any_due = tf.reduce_any([due for due, *_ in step.output_changes.values()])
     rate = tf.convert_to_tensor(step.job.inner_optimizer.learning_rate)
 
     def fit() -> list[Any]:
@@ -227,20 +227,22 @@ def fit_outputs(gradients: Gradients, step: Step, state: State) -> Gradients:
         replaced = []
         for i in present:
             gradient = tf.nest.map_structure(tf.zeros_like, gradients[i])
-            if i in flags:
+            if i in step.output_changes:
+                due, factor, offset = step.output_changes[i]
+                w = tf.convert_to_tensor(step.variables[i])
+                change = factor * tf.cast(w, tf.float64) + offset
                 # SGD multiplies the gradient by the learning rate.
-                change = step.output_changes[i][1]
                 change = tf.math.divide_no_nan(
-                    -change, tf.cast(rate, change.dtype)
+                    tf.cast(-change, w.dtype), tf.cast(rate, w.dtype)
                 )
-                gradient = select(flags[i], change, gradient)
+                gradient = select(due, change, gradient)
             replaced.append(gradient)
         return replaced
 
     present = [
         i for i, gradient in enumerate(gradients) if gradient is not None
     ]
-    results = tf.cond(due, fit, lambda: [gradients[i] for i in present])
+    results = tf.cond(any_due, fit, lambda: [gradients[i] for i in present])
     replaced = list(gradients)
     for i, gradient in zip(present, results, strict=True):
         replaced[i] = gradient

@@ -26,6 +26,8 @@ from tfkfac.training.guards import Streak, count_each, count_empty_batches
 from tfkfac.training.job import Job
 
 Gradients = list[tf.Tensor | None]
+# Changes `factor w + offset` of weights: (due, factor, offset) by index.
+Changes = dict[int, tuple[tf.Tensor, tf.Tensor, tf.Tensor]]
 
 
 class Update(NamedTuple):
@@ -51,8 +53,7 @@ class Step:
         before: Values of the model's non-trainable state before its call.
         finite: Scalar bool, False to skip the step; set by `check_finite`.
         unit_factor: Factor by which `multiply_unit` changed the unit, or None.
-        output_changes: Changes of weights that may replace the step, each with
-            a flag, by index.
+        output_changes: Changes of weights that replace the step if due.
     """
 
     job: Job
@@ -63,7 +64,7 @@ class Step:
     before: Values = dataclasses.field(default_factory=list)
     finite: tf.Tensor = dataclasses.field(init=False)
     unit_factor: tf.Tensor | None = dataclasses.field(init=False, default=None)
-    output_changes: dict[int, tuple[tf.Tensor, tf.Tensor]] = dataclasses.field(
+    output_changes: Changes = dataclasses.field(
         init=False, default_factory=dict
     )
 
