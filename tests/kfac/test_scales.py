@@ -216,6 +216,20 @@ def test_a_resumed_training(tmp_path: Any) -> None:
         np.testing.assert_array_equal(got, want)
 
 
+def test_other_losses_restart_the_averages() -> None:
+    keras.utils.set_random_seed(0)
+    x = keras.Input((4,))
+    model = keras.Model(x, [layers.Dense(2)(x), layers.Dense(2)(x)])
+    weights, y = model.get_weights(), SIGNAL[:40]
+    model.compile(tfkfac.KFAC(), ["mse", "mse"])
+    model.train_on_batch(X[:40], [1e6 * y, y])
+    model.compile(model.optimizer, ["mse", None])
+    model.set_weights(weights)
+    with pytest.warns(UserWarning, match="'kfac' restarts.*Received: .*, 2"):
+        model.train_on_batch(X[:40], [y, y])
+    assert max(np.abs(w).max() for w in model.get_weights()) < 2.0
+
+
 def test_labels_that_a_loss_ignores() -> None:
     """A number for missing labels has no influence on the units."""
 

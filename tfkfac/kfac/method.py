@@ -126,6 +126,10 @@ class KFACMethod(Method):
             step, self._advise, self.settings.gradient_accumulation_steps or 1
         )
         moments = self._rule.moments(step, layers)
+        averages = state.length and state.length.scale_sums
+        if averages is not None and moments and moments.restarts(averages):
+            losses = step.loss.losses
+            self._advise(report.other_labels_warning(self.job, losses))
         if state.pending is None:
             self.update(layers, step, statistics, batch, moments)
         else:

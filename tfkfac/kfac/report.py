@@ -12,6 +12,7 @@ from tfkfac.fisher.types import Choice
 from tfkfac.kfac.natural import Natural
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import State
+from tfkfac.loss.terms import LossTerms
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.training.job import Job
 
@@ -95,6 +96,17 @@ def unknown_loss_warning(job: Job, loss: str) -> str:
         f"likelihood. Optimizer '{job.name}' uses its value as the negative "
         "log-likelihood of a term, and the empirical Fisher matrix. Declare "
         "its distribution and unit with `tfkfac.register_distribution`."
+    )
+
+
+def other_labels_warning(job: Job, losses: Sequence[LossTerms]) -> str:
+    """Warning that averages over labels and weights start again."""
+    calls = [terms.call for terms in losses if terms.call is not None]
+    labels = [(call.loss.name, tuple(call.y_true.shape)) for call in calls]
+    return (
+        "The losses and the sizes of their labels should not change during a "
+        f"training: optimizer '{job.name}' restarts its averages over labels "
+        f"and weights. Received: losses with labels of shapes {labels}"
     )
 
 

@@ -104,6 +104,12 @@ class Moments:
         sums.assign(moments.values)
         return moments
 
+    def restarts(self, averages: tf.Variable) -> bool:
+        """Return True if the running sums are of other losses or labels."""
+        with tf.init_scope():
+            size = averages.read_value().shape[0]
+        return size not in (0, sum(self._averaged_sizes))
+
     def update(self, averages: tf.Variable, totals: tf.Tensor) -> Units:
         """Add the sums of all workers to the running sums."""
         old = _read(averages, sum(self._averaged_sizes))
