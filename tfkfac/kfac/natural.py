@@ -15,9 +15,8 @@ from tfkfac.blocks.embedding import EmbeddingBlock, PositionEmbeddingBlock
 from tfkfac.blocks.registry import Registry
 from tfkfac.compat.functions import shared_call, when
 from tfkfac.kfac.active import ActiveBlock
-from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.length import Batch
-from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.placement import Exchange, Placement
 from tfkfac.kfac.scales import Moments
 from tfkfac.kfac.state import (
     HINT_STEP,

@@ -42,7 +42,6 @@ from tfkfac.kfac.averages import (
     plain_bytes,
     plain_matrices,
 )
-from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.length import RMS, WARMUP, Batch
 from tfkfac.kfac.natural import (
     TABLES,
@@ -54,7 +53,7 @@ from tfkfac.kfac.natural import (
     replace_gradients,
     scale_rows,
 )
-from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.placement import Exchange, Placement
 from tfkfac.kfac.scales import Moments
 from tfkfac.kfac.state import HINT_STEP, State, StepReport
 from tfkfac.linalg.polar import polar_factors
