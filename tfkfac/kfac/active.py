@@ -155,14 +155,14 @@ def scale_outputs(
 ) -> list[ActiveBlock]:
     """Set `output_scale` of the layers that compute the outputs of losses.
 
-    Only the last layer has the unit of the labels, with standard deviation s:
-    `output_scale = max(s, min(1, sqrt(inputs) rms(kernel)))`.
+    Only the last layer has the unit of the labels, with standard deviation s_y:
+    `output_scale = max(s_y, min(1, sqrt(inputs) rms(kernel)))`.
     """
     scales: dict[int, tf.Tensor] = {}
-    for layer, s in zip(last_layers, deviations, strict=True):
-        if layer is not None and s is not None:
+    for layer, deviation in zip(last_layers, deviations, strict=True):
+        if layer is not None and deviation is not None:
             least = scales.get(layer.position, _output_size(layer))
-            scales[layer.position] = tf.maximum(s, least)
+            scales[layer.position] = tf.maximum(deviation, least)
     return [
         dataclasses.replace(layer, output_scale=scales.get(layer.position))
         for layer in layers

@@ -217,7 +217,7 @@ class SpectralLength(Slots):
         loss_bound = _PER_ROOT_OF_LOSS * tf.sqrt(excess * c)
         label_bound = _PER_ROOT_OF_LABELS * c * tf.sqrt(labels)
         if power is not None:
-            # In nats, a residual of s has 1/2 (squared errors) or about 1.
+            # In nats, a residual of s_y has 1/2 (squared errors) or about 1.
             sigma = tf.pow(excess / labels / power, power)
             label_bound *= tf.maximum(sigma, 1.0)
         kappa = tf.minimum(loss_bound, label_bound)

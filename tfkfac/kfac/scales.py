@@ -6,12 +6,12 @@ variance is not known; location losses are similar. In the unit
     U = u S m
 
 the loss of `a + b y` is the loss of y. u is the unit of `loss/terms.py`, m the
-mean weight of the examples, and s the standard deviation of the labels. S is
-the loss of the best constant prediction: `s^2` for squared errors, for location
-losses the loss of normally distributed residuals, and 1 for other losses. With
-several losses, U is the largest of their units.
+mean weight of the examples, and s_y the standard deviation of the labels. S
+is the loss of the best constant prediction: `s_y^2` for squared errors, for
+location losses the loss of normally distributed residuals, and 1 for other
+losses. With several losses, U is the largest of their units.
 
-s and m are running averages over the batches of all workers. Their numerators
+s_y and m are running averages over the batches of all workers. Their numerators
 and denominators decay by 0.99 and 0.999 a step, so the first step has the
 values of its batch.
 """
@@ -40,7 +40,7 @@ _LAST_LAYERS = (
     keras.layers.Conv3D,
 )
 _MIN_ROWS = 7.5  # rows of labels before a fit of outputs
-_FAR = 4.0  # mean square error over `s^2` above which the outputs are fitted
+_FAR = 4.0  # mean square error over `s_y^2` above which the outputs are fitted
 # Variance over mean square below which labels are constant: float32 rounding.
 _CONSTANT = 1e-13
 
@@ -50,8 +50,8 @@ class Units(NamedTuple):
 
     Attributes:
         factor: `U / u`, the largest unit over the largest u.
-        deviations: Standard deviation s of the labels of each loss, None for a
-            loss without a free scale.
+        deviations: Standard deviation s_y of the labels of each loss, None for
+            a loss without a free scale.
         powers: Mean square of the labels of each loss, likewise.
     """
 
@@ -156,11 +156,11 @@ class Moments:
         """Return the changes of weights by `OutputFit`, see `Changes`."""
         parts = tf.split(totals, self._sizes)[len(self._averaged_sizes) :]
         changes: Changes = {}
-        for fit, sums, s, power in zip(
+        for fit, sums, deviation, power in zip(
             self._fits, parts, units.deviations, units.powers, strict=True
         ):
-            if fit is not None and s is not None:
-                changes |= fit.changes(sums, s, power)
+            if fit is not None and deviation is not None:
+                changes |= fit.changes(sums, deviation, power)
         return changes
 
 
@@ -183,11 +183,11 @@ class OutputFit(NamedTuple):
     """Fit of a scale and an offset of each output.
 
     The outputs z of a new model may be far from labels whose unit is not that
-    of the initial weights. If their mean square error is more than `4 s^2`,
+    of the initial weights. If their mean square error is more than `4 s_y^2`,
     half of the mean square of the labels, and twice the error of
     `alpha z + beta`, one of the first 10 steps sets the kernel and the bias of
     the last layer to the latter outputs, for any learning rate, and changes no
-    other weight. `alpha z` has at most the standard deviation s, and beta is
+    other weight. `alpha z` has at most the standard deviation s_y, and beta is
     the mean error. Eight rows of labels are needed.
     """
 
@@ -234,21 +234,23 @@ class OutputFit(NamedTuple):
         return cls(layer, tf.cond(is_early, sums, lambda: zeros))
 
     def changes(
-        self, sums: tf.Tensor, s: tf.Tensor, power: tf.Tensor
+        self, sums: tf.Tensor, deviation: tf.Tensor, power: tf.Tensor
     ) -> Changes:
         """Return the changes of the kernel and the bias."""
         totals, *products = tf.unstack(tf.reshape(sums, [6, -1]))
         z, zz, yz, y, yy = (tf.math.divide_no_nan(x, totals) for x in products)
         has_bias = len(self.layer.indices) > 1
         variance = tf.maximum(zz - z * z if has_bias else zz, 0.0)
-        alpha = tf.minimum(tf.math.divide_no_nan(s, tf.sqrt(variance)), 1.0)
+        alpha = tf.minimum(
+            tf.math.divide_no_nan(deviation, tf.sqrt(variance)), 1.0
+        )
         beta = y - alpha * z if has_bias else tf.zeros_like(y)
         error = tf.reduce_mean(yy - 2 * yz + zz)
         fitted = yy + alpha * (alpha * zz - 2 * yz)
         fitted += beta * (beta - 2 * y + 2 * alpha * z)
         # The labels of one batch may be closer together than those of others:
         # a trained model has a smaller error than outputs of 0.
-        due = (error > _FAR * tf.square(s)) & (error > power / 2)
+        due = (error > _FAR * tf.square(deviation)) & (error > power / 2)
         due &= (error > 2 * tf.reduce_mean(fitted)) & tf.math.is_finite(error)
         offsets = tf.zeros_like(beta), beta
         return {
