@@ -1,6 +1,5 @@
 """K-FAC as a preconditioner in front of any Keras optimizer."""
 
-import warnings
 from collections.abc import Iterable
 from typing import Any, Self, TypeAlias
 
@@ -8,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.saving import serialize_keras_object
+from typing_extensions import override
 
 from tfkfac.capture.walk import LayerRule
 from tfkfac.checks import check_choice, check_count, check_range, if_given
@@ -36,7 +36,7 @@ from tfkfac.shell.arguments import (
 )
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 from tfkfac.shell.rest import INNER
-from tfkfac.shell.small_rates import RateCheck
+from tfkfac.shell.small_rates import RateCheck, restoring
 from tfkfac.solvers import SOLVERS
 
 Inner: TypeAlias = keras.optimizers.Optimizer | str | dict[str, Any]
@@ -297,8 +297,8 @@ class KFAC(SecondOrderOptimizer):
         super().__init__(inner, method, name, max_skipped_steps, rest)
         # Other inner optimizers, such as Adam, have rates of their own size.
         is_sgd = isinstance(inner, keras.optimizers.SGD)
-        self._rate_check = RateCheck(self.name, step if is_sgd else None)
-        self._rate_check.set(rate_of(inner), None, 0)
+        self._rate_check = RateCheck(self.name, step) if is_sgd else None
+        self.check_rate(rate_of(inner))
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
@@ -333,17 +333,11 @@ class KFAC(SecondOrderOptimizer):
                 f"weight_decay={value!r}"
             )
 
+    @override
     def check_rate(self, rate: Any) -> None:
-        """Warn once, on one worker, of a rate of Adam's size.
-
-        See `RateCheck`.
-
-        Args:
-            rate: The rate that is set; None at the end of `fit`.
-        """
-        if self._job is not None and 0 not in self._job.topology.local:
-            return
-        if not tf.executing_eagerly():  # a step of the user's sets the rate
+        is_chief = self._job is None or 0 in self._job.topology.local
+        # In a graph, a step of the user's sets the rate.
+        if not (self._rate_check and is_chief and tf.executing_eagerly()):
             return
         if rate is None:
             self._rate_check.finish()
@@ -439,20 +433,13 @@ class KFAC(SecondOrderOptimizer):
         return arguments
 
     @classmethod
+    @override
     def from_config(
         cls,
         config: dict[str, Any],
         custom_objects: dict[str, Any] | None = None,
     ) -> Self:
-        """Create an optimizer from its config, without `RateCheck`'s warning.
-
-        Args:
-            config: The result of `get_config`.
-            custom_objects: Classes and functions by their names in the config.
-        """
-        with warnings.catch_warnings():
-            # The rate of a saved optimizer may have fallen during training.
-            warnings.filterwarnings("ignore", "The learning rate")
+        with restoring():
             return super().from_config(config, custom_objects)
 
     def get_config(self) -> dict[str, Any]:

@@ -70,10 +70,9 @@ class ScheduledOptimizer(KerasOptimizer):
         self.bind_schedules()
 
     def check_rate(self, rate: Any) -> None:
-        """Check the size of a learning rate; no check by default.
+        """Check a rate that is set, see `RateCheck`; None at the end of `fit`.
 
-        Args:
-            rate: The rate that is set; None at the end of `fit`.
+        No check by default.
         """
 
     @property
