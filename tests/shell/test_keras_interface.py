@@ -276,7 +276,7 @@ def test_weight_decay(wrap: Any, by: str) -> None:
     [
         ({}, None),
         ({"learning_rate": RATE}, RATE),
-        ({"inner_optimizer": SGD(RATE)}, RATE),
+        ({"inner_optimizer": SGD(RATE, momentum=0.9)}, RATE),
         ({"skip_layers": "logits"}, None),
     ],
     ids=["spectral", "natural", "inner", "rest"],
@@ -303,6 +303,21 @@ def test_weight_decay_argument(options: Any, rate: float | None) -> None:
     before[2] *= remaining
     for value, want in zip(model.get_weights(), before, strict=True):
         np.testing.assert_allclose(value, want, rtol=1e-5)
+
+
+def test_weight_decay_changes_no_optimizer_of_the_user() -> None:
+    """A rest optimizer keeps its own decay, also of biases."""
+    model, inner, rest = mlp(), SGD(RATE), inner_sgd()
+    before = inner.get_config()
+    optimizer = tfkfac.KFAC(
+        inner, rest_optimizer=rest, skip_layers="logits", weight_decay=0.25
+    )
+    model.set_weights([np.ones(w.shape) for w in model.get_weights()])
+    model.compile(optimizer, lambda y, outputs: 0.0 * outputs, run_eagerly=True)
+    model.train_on_batch(X, Y)
+    assert inner.get_config() == before
+    remaining = [w.numpy().mean() for w in model.weights]
+    np.testing.assert_allclose(remaining, [0.975, 1.0, 0.95, 0.95], 1e-6)
 
 
 @pytest.mark.parametrize("step", ["natural", "spectral"])

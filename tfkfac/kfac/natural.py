@@ -14,6 +14,8 @@ from tfkfac.blocks import Block, LayerGradient, MatrixGradient, RowGradient
 from tfkfac.blocks.embedding import EmbeddingBlock, PositionEmbeddingBlock
 from tfkfac.blocks.registry import Registry
 from tfkfac.compat.functions import shared_call, when
+from tfkfac.compat.graphs import replica_copy
+from tfkfac.compat.optimizers import is_decayed, knows_variable
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.length import Batch
 from tfkfac.kfac.placement import Exchange, Placement
@@ -136,6 +138,22 @@ class Natural:
 
         `sums` are the sums of `scalars` over the workers.
         """
+        gradients = self._clipped(directions, step, state, damping)
+        if self.weight_decay:
+            rate = step.job.inner_optimizer.learning_rate
+            for i in decayed(gradients, step):
+                w = replica_copy(step.variables[i].value)
+                w.assign_sub(tf.cast(rate * self.weight_decay, w.dtype) * w)
+        return gradients
+
+    def _clipped(
+        self,
+        directions: Sequence[Preconditioned],
+        step: Step,
+        state: State,
+        damping: tf.Tensor,
+    ) -> Gradients:
+        """Return the gradients with the clipped directions."""
         if not directions:
             return step.gradients
         products = [direction.product for direction in directions]
@@ -156,6 +174,27 @@ class Natural:
     def bytes(self, placement: Placement, rank: int) -> dict[str, int]:
         """Return the bytes of the state that this rule adds, by name."""
         return {}
+
+
+def is_vector(variable: keras.Variable) -> bool:
+    """True for biases, norm scales and offsets, which do not decay.
+
+    Biases of attention and of `GRU`s have two axes.
+    """
+    name = variable.name
+    is_named = "bias" in name or name in ("gamma", "beta", "scale")
+    return is_named or len(variable.shape) < 2
+
+
+def decayed(gradients: Gradients, step: Step) -> list[int]:
+    """Return the indices of the weights that `weight_decay` reduces."""
+    inner = step.job.inner_optimizer
+    return [
+        i
+        for i, (g, v) in enumerate(zip(gradients, step.variables, strict=True))
+        if g is not None and knows_variable(inner, v) and not is_vector(v)
+        if is_decayed(inner, v)
+    ]
 
 
 # Loss in nats per term above which no hint is printed, because many clipped

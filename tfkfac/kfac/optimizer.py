@@ -14,6 +14,7 @@ from tfkfac.checks import check_choice, check_count, check_range, if_given
 from tfkfac.compat.optimizers import exclude_from_decay, rate_of
 from tfkfac.fisher.types import TYPES
 from tfkfac.kfac.method import KFACMethod
+from tfkfac.kfac.natural import is_vector
 from tfkfac.kfac.settings import (
     DEFAULT_KL_CLIP,
     WEIGHT_SHARING,
@@ -24,7 +25,6 @@ from tfkfac.kfac.settings import (
     check_layer_rules,
     choose_optimizers,
     choose_step,
-    is_vector,
     serialize_layer_rule,
     with_fraction,
 )
@@ -35,7 +35,7 @@ from tfkfac.shell.arguments import (
     take_over_accumulation,
 )
 from tfkfac.shell.optimizer import SecondOrderOptimizer
-from tfkfac.shell.rest import INNER
+from tfkfac.shell.rest import INNER, ProportionalRate
 from tfkfac.shell.small_rates import RateCheck, restoring
 from tfkfac.solvers import SOLVERS
 
@@ -346,11 +346,12 @@ class KFAC(SecondOrderOptimizer):
         epoch = int(self.plan.epoch.numpy()) if is_in_fit else None
         self._rate_check.set(rate, epoch, self.num_updates)
 
+    @override
     def _build_wrapped(self, variables: list[keras.Variable]) -> None:
-        if self.method.settings.weight_decay:
-            vectors = [v for v in variables if is_vector(v)]
-            for optimizer in self._optimizers:
-                exclude_from_decay(optimizer, vectors)
+        rest = self.rest_optimizer
+        # Do not change a rest optimizer that the user has created.
+        if rest is not None and isinstance(rate_of(rest), ProportionalRate):
+            exclude_from_decay(rest, [v for v in variables if is_vector(v)])
         super()._build_wrapped(variables)
 
     @property
@@ -446,9 +447,4 @@ class KFAC(SecondOrderOptimizer):
         """Returns the arguments of the constructor."""
         rest = self.rest_optimizer
         saved_rest = INNER if rest is None else serialize_keras_object(rest)
-        config = super().get_config() | {"rest_optimizer": saved_rest}
-        inner_config = config["inner_optimizer"]["config"]
-        is_argument = config["weight_decay"] is not None
-        if is_argument and "weight_decay" in inner_config:
-            inner_config["weight_decay"] = None  # the constructor sets it
-        return config
+        return super().get_config() | {"rest_optimizer": saved_rest}

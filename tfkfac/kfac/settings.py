@@ -297,24 +297,12 @@ def choose_optimizers(
             f"{weight_decay} with inner_optimizer.weight_decay="
             f"{inner.weight_decay}"
         )
-    if weight_decay and step == "natural":
-        inner.weight_decay = weight_decay
     if step == "spectral":
         check_spectral(inner, rest_optimizer)
         rate: ProportionalRate = LengthRate()
     else:
         rate = default_rest_rate(inner)
     return inner, choose_rest(rest_optimizer, inner, rate, weight_decay)
-
-
-def is_vector(variable: keras.Variable) -> bool:
-    """True for biases, norm scales and offsets, which do not decay.
-
-    Biases of attention and of `GRU`s have two axes.
-    """
-    name = variable.name
-    is_named = "bias" in name or name in ("gamma", "beta", "scale")
-    return is_named or len(variable.shape) < 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

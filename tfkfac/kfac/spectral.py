@@ -30,11 +30,7 @@ from typing_extensions import override
 from tfkfac.blocks import LayerGradient, MatrixGradient
 from tfkfac.blocks.registry import Registry
 from tfkfac.compat.functions import shared_call, when
-from tfkfac.compat.optimizers import (
-    is_decayed,
-    knows_variable,
-    variable_key,
-)
+from tfkfac.compat.optimizers import variable_key
 from tfkfac.kfac.active import ActiveBlock, output_layer
 from tfkfac.kfac.averages import (
     PlainMatrix,
@@ -48,6 +44,7 @@ from tfkfac.kfac.natural import (
     Natural,
     Preconditioned,
     apply_cheaper,
+    decayed,
     far_inputs,
     matrix_pairs,
     replace_gradients,
@@ -198,7 +195,10 @@ class Spectral(Natural):
         ]
         gradients = replace_gradients(directions, factor, gradients)
         if self.weight_decay:
-            add_decay(gradients, step, self.weight_decay * factor)
+            for i in decayed(gradients, step):
+                w = tf.convert_to_tensor(step.variables[i])
+                decay = tf.cast(self.weight_decay * factor, w.dtype)
+                gradients[i] = gradients[i] + decay * w
         return fit_outputs(gradients, step, state)
 
     @override
@@ -246,18 +246,6 @@ def fit_outputs(gradients: Gradients, step: Step, state: State) -> Gradients:
     for i, gradient in zip(present, results, strict=True):
         replaced[i] = gradient
     return replaced
-
-
-def add_decay(gradients: Gradients, step: Step, decay: tf.Tensor) -> None:
-    """Add `decay * w` to the gradient of each weight that SGD trains."""
-    inner = step.job.inner_optimizer
-    for i, (gradient, variable) in enumerate(
-        zip(gradients, step.variables, strict=True)
-    ):
-        is_trained = gradient is not None and knows_variable(inner, variable)
-        if is_trained and is_decayed(inner, variable):
-            w = tf.convert_to_tensor(variable)
-            gradients[i] = gradient + tf.cast(decay, w.dtype) * w
 
 
 def orthogonalize(
