@@ -13,10 +13,12 @@ import tensorflow as tf
 from tests.compat.contracts import contract
 from tfkfac.compat.graphs import (
     Tracked,
+    before_relu,
     copied_rows,
     in_current_graph,
     in_xla,
     is_constant_to_tapes,
+    is_copy,
     kept_variables,
     map_rows,
     new_rows,
@@ -85,6 +87,51 @@ def test_graphs_of_branches(jit: bool) -> None:
     assert inside[1:] == outside
     assert flags == [jit]
     assert not in_xla() and not list(open_graphs())
+
+
+Operation = Callable[[Any], Any]
+COPIES: list[Operation] = [
+    lambda x: x,
+    lambda x: x[..., :1],
+    lambda x: keras.ops.reshape(x, (-1,)),
+    lambda x: keras.ops.expand_dims(x, 0),
+    lambda x: keras.ops.squeeze(x[:, :1], -1),
+    lambda x: keras.ops.cast(keras.ops.stop_gradient(x), "float64"),
+]
+OTHERS: list[Operation] = [keras.ops.relu, lambda x: 2 * x, tf.transpose]
+
+
+@contract(
+    "compat.graphs.is_copy",
+    "A view, a slice and a cast of Keras are single operations of a graph.",
+)
+def test_copies() -> None:
+    def check(x: Any) -> Any:
+        is_eager = tf.executing_eagerly()
+        assert is_copy(x, x)
+        for copy in COPIES[1:]:
+            assert is_copy(copy(x), x) == (not is_eager)
+        assert not any(is_copy(other(x), x) for other in OTHERS)
+        return x
+
+    check(tf.ones([3, 2]))
+    tf.function(check, autograph=False)(tf.ones([3, 2]))
+
+
+@contract(
+    "compat.graphs.before_relu",
+    "`relu` of Keras is the operation `Relu` of its argument.",
+)
+def test_before_relu() -> None:
+    def check(x: Any) -> Any:
+        y = keras.activations.relu(x)
+        z = keras.activations.tanh(x)
+        assert before_relu(y) is (y if tf.executing_eagerly() else x)
+        assert before_relu(z) is z
+        return x
+
+    check(tf.ones([3, 2]))
+    tf.function(check, autograph=False)(tf.ones([3, 2]))
 
 
 # -------------------------------------------------------------------- tapes

@@ -14,6 +14,8 @@ from tests.compat.contracts import contract
 from tfkfac.compat.optimizers import (
     KerasOptimizer,
     averages_of,
+    exclude_from_decay,
+    is_decayed,
     knows_variable,
     raw_iterations,
     sgd_momenta,
@@ -123,6 +125,24 @@ def test_sgd_momenta() -> None:
     optimizer.apply([tf.constant([2.0, 4.0])], [second])
     momenta = sgd_momenta(optimizer, [second, first])
     assert [m.numpy().tolist() for m in momenta] == [[-1, -2], [0]]
+
+
+@contract(
+    "compat.optimizers.exclude_from_decay",
+    "`_use_weight_decay` is False for keys in `_exclude_from_weight_decay`.",
+)
+@pytest.mark.parametrize("by_user", [0, 1])
+def test_exclude_from_decay(by_user: int) -> None:
+    """Variables that the user has excluded stay excluded."""
+    items = variables(3)
+    optimizer = keras.optimizers.SGD(0.5, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(items[:by_user])
+    exclude_from_decay(optimizer, items[1:2])
+    optimizer.build(items)
+    optimizer.apply([tf.zeros_like(v) for v in items])
+    want = [not by_user, False, True]
+    assert [is_decayed(optimizer, v) for v in items] == want
+    assert [bool(v.numpy()[0] < 1) for v in items] == want
 
 
 EVERYTHING: dict[str, Any] = {

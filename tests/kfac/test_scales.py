@@ -182,16 +182,22 @@ def test_losses_times_and_plus_a_constant() -> None:
         assert_equal(trained(penalty=10.0), want)
 
 
+# No sampled labels, and a length from all examples of a batch.
+EXACT = {"weight": 1.0, "fisher": "empirical", "accumulate": 4}
+
+
 def check_workers() -> list[Array]:
     with floats("float64"):
         check_units(["squares", "weighted", "micro-batches"])
-        return trained(weight=1.0)
+        return trained(**EXACT)
 
 
 @pytest.mark.parametrize("where", ["two", "mirrored"])
 def test_workers(on_workers: Any, where: str) -> None:
-    """The units are those of all workers."""
+    """The units are those of all workers, as in a single process."""
     first, *others = on_workers(where, check_workers)
+    with floats("float64"):
+        assert_equal(first, trained(**EXACT))
     for weights in others:
         for x, y in zip(weights, first, strict=True):
             np.testing.assert_array_equal(x, y)
