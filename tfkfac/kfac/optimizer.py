@@ -419,8 +419,8 @@ class KFAC(SecondOrderOptimizer):
             that also updates all "inverse"s, the bytes of "gradients",
             "factors", "decompositions" and "preconditioned_gradients". Two
             more numbers for each dense layer that is preconditioned by its
-            rows, and what synchronised layers add up for sampled labels, are
-            not counted.
+            rows, what synchronised layers add up for sampled labels, and sums
+            over labels and weights of spectral steps are not counted.
         """
         return super().communication_bytes()
 

@@ -84,18 +84,17 @@ class Moments:
             OutputFit.of(terms, layer, is_early)
             for terms, layer in zip(loss.losses, layers, strict=True)
         ]
-        averaged = [
-            sums
-            for terms in loss.losses
-            for sums in (_weight_sums(terms), _label_sums(terms))
-        ]
-        fitted = [None if fit is None else fit.sums for fit in self._fits]
-        self._sizes = [_size(sums) for sums in (*averaged, *fitted)]
+        none = tf.zeros([0], tf.float64)
+        weights = [_weight_sums(terms) for terms in loss.losses]
+        labels = [_label_sums(terms) for terms in loss.losses]
+        fits = [None if fit is None else fit.sums for fit in self._fits]
+        sums = [none if x is None else x for x in (*weights, *labels, *fits)]
+        self._sizes = [int(x.shape[0]) for x in sums]
         # Averages of weights have room also in batches without weights.
-        self._averaged_sizes = self._sizes[: len(averaged)]
-        self._averaged_sizes[::2] = [2] * len(loss.losses)
-        present = [x for x in (*averaged, *fitted) if x is not None]
-        self.values = tf.concat([tf.zeros([0], tf.float64), *present], 0)
+        count = len(loss.losses)
+        self._averaged_sizes = [2] * count + self._sizes[count : 2 * count]
+        self._decays = [_WEIGHT_DECAY] * count + [_LABEL_DECAY] * count
+        self.values = tf.concat([none, *sums], 0)
 
     def accumulated(self, sums: tf.Variable) -> "Moments":
         """Add the sums to those of earlier micro-batches; return the total."""
@@ -113,31 +112,29 @@ class Moments:
     def update(self, averages: tf.Variable, totals: tf.Tensor) -> Units:
         """Add the sums of all workers to the running sums."""
         old = _read(averages, sum(self._averaged_sizes))
-        decays = [_WEIGHT_DECAY, _LABEL_DECAY] * len(self._losses)
-        parts = [
-            part if not size else total + decay * part
-            for part, total, size, decay in zip(
+        sums = [
+            total + decay * part if total.shape[0] else part
+            for part, total, decay in zip(
                 tf.split(old, self._averaged_sizes),
                 tf.split(totals, self._sizes),
-                self._sizes,
-                decays,
+                self._decays,
                 strict=False,
             )
         ]
-        new = select(all_finite([totals]), tf.concat(parts, 0), old)
+        new = select(all_finite([totals]), tf.concat(sums, 0), old)
         averages.assign(new)
-        parts = tf.split(new, self._averaged_sizes)
+        parts, count = tf.split(new, self._averaged_sizes), len(self._losses)
         units, deviations, powers = [], [], []
-        for terms, unit, weights, labels, size in zip(
+        for terms, unit, has_weights, weights, labels in zip(
             self._losses,
             self._units,
-            parts[::2],
-            parts[1::2],
-            self._sizes[::2],
+            self._sizes,
+            parts,
+            parts[count:],
             strict=False,
         ):
             deviation = power = None
-            if size:
+            if has_weights:
                 mean = tf.math.divide_no_nan(weights[0], weights[1])
                 unit *= tf.where(mean > 0, mean, 1.0)
             if labels.shape[0]:
@@ -162,10 +159,6 @@ class Moments:
             if fit is not None and deviation is not None:
                 changes |= fit.changes(sums, deviation, power)
         return changes
-
-
-def _size(sums: tf.Tensor | None) -> int:
-    return 0 if sums is None else int(sums.shape[0])
 
 
 def _read(sums: tf.Variable, size: int) -> tf.Tensor:
