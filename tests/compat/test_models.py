@@ -14,6 +14,7 @@ from keras import layers
 
 from tests.compat.contracts import contract
 from tfkfac.compat import models
+from tfkfac.compat.graphs import in_xla
 from tfkfac.compat.models import (
     after_compile,
     all_layers,
@@ -27,6 +28,7 @@ from tfkfac.compat.models import (
     mask_of,
     pass_mask,
     swap_averages_of,
+    wrap_compiled_steps,
     wrap_fit,
 )
 from tfkfac.curvature.hessian import layer_name
@@ -65,6 +67,37 @@ def test_input_specs() -> None:
     doubled(X)
     for model in (network(), doubled):
         assert input_specs(model) == [tf.TensorSpec([None, 2], tf.float32)]
+
+
+@contract(
+    "compat.models.wrap_compiled_steps",
+    "`make_train_function` passes the compiled function of a step to "
+    "`_autoconvert_optionals`, and calls the result without XLA in each step.",
+)
+def test_wrap_compiled_steps() -> None:
+    places = []
+    steps = tf.Variable(0)
+
+    class Observed(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            places.append(("layer", in_xla()))
+            return x
+
+    def wrapper(below: Any, data: Any) -> Any:
+        results = below(data)
+        places.append(("wrapper", in_xla()))
+        steps.assign_add(1)
+        return results
+
+    model = keras.Sequential([keras.Input((2,)), Observed(), layers.Dense(2)])
+    model.compile("sgd", "mse", jit_compile=True, steps_per_execution=2)
+    places.clear()
+    wrap_compiled_steps(model, wrapper)
+    model.fit(X, X, batch_size=1, epochs=2, verbose=0)
+    assert set(places) == {("layer", True), ("wrapper", False)}
+    model.train_on_batch(X, X)
+    model.evaluate(X, X, verbose=0)
+    assert int(steps) == 7
 
 
 @contract(

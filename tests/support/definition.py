@@ -132,6 +132,7 @@ def by_definition(
     skip_layers: Sequence[str] = (),
     rest_optimizer: str | None = None,
     weight_decay: float = 0.0,
+    is_late: bool = False,
     **unused: object,
 ) -> list[Array]:
     """Return the weights after some steps of `training.cnn`.
@@ -144,6 +145,7 @@ def by_definition(
         inner: "adam", "warm-up" (only with spectral steps) or another name,
             for SGD.
         rest_optimizer: "warm-up", or None for Keras' Adam.
+        is_late: True if a step uses the inverses of the previous step.
         **unused: Options that do not change the steps.
     """
     x, y = images()
@@ -175,7 +177,7 @@ def by_definition(
     slots: dict[int, dict[str, Array]] = defaultdict(dict)
     averages = [[RunningAverage(DECAY) for _ in "AG"] for _ in weights]
     current: list[list[Array]] = [[] for _ in weights]
-    used = list(current)
+    newest, used = list(current), list(current)
     for iteration, by_worker in enumerate(steps):
         everyone = [row for rows in by_worker for row in rows]
         records = backward(weights, x[everyone], y[everyone])
@@ -193,8 +195,10 @@ def by_definition(
                 batch = factors(a, g, weight_sharing)
                 pairs = zip(averages[layer], batch, strict=True)
                 current[layer] = [old.update(value) for old, value in pairs]
-            if iteration % inverse_update_interval == 0 or not used[layer]:
-                used[layer] = current[layer]
+            if iteration % inverse_update_interval == 0 or not newest[layer]:
+                newest[layer] = current[layer]
+        if not is_late:
+            used = list(newest)
         if spectral is not None:
             D, squares = [np.zeros_like(w) for w in weights], 0.0
             for k in covered:
@@ -237,6 +241,7 @@ def by_definition(
                 changes[layer] -= rest_rate(iteration) * decayed(weights[layer])
         for layer, change in changes.items():
             weights[layer] += change
+        used = list(newest)
     return [
         array
         for matrix, kernel in zip(weights, kernels, strict=True)

@@ -11,9 +11,13 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
+from tests.support import training
+from tests.support.definition import by_definition
 from tests.support.dtypes import floats
 from tests.support.gpu_kernels import REPORTS, without_gpu_kernel
 from tests.support.small import loss
+from tfkfac.kfac import method as kfac
+from tfkfac.supervision import model as supervision
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "inverse": lambda: tfkfac.KFAC(0.1),
@@ -51,6 +55,12 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return ["a GPU"] if device == "GPU" else devices(device)
 
     monkeypatch.setattr(tf.config, "list_physical_devices", pretend)
+
+
+def defer_inverses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Update the inverses after the step, also without XLA."""
+    monkeypatch.setattr(supervision, "uses_xla", lambda model: True)
+    monkeypatch.setattr(kfac, "in_xla", lambda: True)
 
 
 def dense(optimizer: Any, **options: Any) -> Any:
@@ -144,10 +154,43 @@ def test_steps_equal_those_without_xla(
     # XLA generates other random numbers.
     monkeypatch.setattr(tf.random, "stateless_normal", start)
     with floats("float64" if method == "spectral" else "float32"):
-        plain = trained(name, OPTIMIZERS[method](), jit=False)
         compiled = trained(name, OPTIMIZERS[method](), jit=True)
+        defer_inverses(monkeypatch)
+        plain = trained(name, OPTIMIZERS[method](), jit=False)
     for got, want in zip(compiled, plain, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=3e-6)
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+@pytest.mark.parametrize(
+    ("jit", "steps_per_execution", "inner", "options"),
+    [
+        (True, 1, "sgd", {}),
+        (True, 5, "sgd", {}),
+        # XLA's singular values, of which the reference consists, are inexact.
+        (False, 1, "multiplier", training.SPECTRAL),
+    ],
+)
+def test_inverses_are_those_of_the_step_before(
+    jit: bool,
+    steps_per_execution: int,
+    inner: str,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ten steps by the definition; the first uses the identity."""
+    if not jit:
+        defer_inverses(monkeypatch)
+    case = training.Training("KFAC", "cnn", inner, "even", options=options)
+    model = training.build(
+        case, jit_compile=jit, steps_per_execution=steps_per_execution
+    )
+    start = model.get_weights()
+    training.fit(model, case)
+    steps = training.shares(case.rows, 1)
+    want = by_definition(start, steps, inner=inner, is_late=True, **options)
+    got = {"start": start, "weights": model.get_weights()}
+    training.assert_close(got, want)
 
 
 @pytest.mark.usefixtures("pretended_gpu")

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +18,13 @@ from keras.src.saving.saving_lib import safe_get_h5_dataset, safe_get_h5_group
 
 from tfkfac.compat.graphs import replica_copy
 from tfkfac.compat.optimizers import named_optimizer
-from tfkfac.compat.overrides import Below, Override, keep_on, override
+from tfkfac.compat.overrides import (
+    Below,
+    Override,
+    keep_on,
+    overridden,
+    override,
+)
 
 Callbacks = list[keras.callbacks.Callback]
 Arguments = Mapping[str, Any]
@@ -250,6 +257,27 @@ def wrap_fit(model: keras.Model, within: Within, name: str = "fit") -> Override:
             return below(*bound.args, **bound.kwargs)
 
     return override(model, name, fit)
+
+
+def wrap_compiled_steps(
+    model: keras.Model, wrapper: Callable[[Below, Any], Any]
+) -> Override:
+    """Override how Keras calls the compiled function of a training step.
+
+    The wrapper is called as `wrapper(below, data)` in a graph that XLA does not
+    compile, also for each of several `steps_per_execution`. This relies on
+    `make_train_function` passing the compiled function to
+    `_autoconvert_optionals`, which nothing else calls there.
+    """
+
+    def make(below: Below, *args: Any, **kwargs: Any) -> Any:
+        def convert(below: Below, step: Below) -> Any:
+            return below(functools.partial(wrapper, step))
+
+        with overridden(model, "_autoconvert_optionals", convert):
+            return below(*args, **kwargs)
+
+    return override(model, "make_train_function", make)
 
 
 def swap_averages_of(

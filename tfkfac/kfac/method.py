@@ -1,6 +1,7 @@
 """K-FAC method: stages of one training step, state and reporting."""
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,9 @@ from typing_extensions import override
 from tfkfac.blocks.registry import build_registry, tap_layers
 from tfkfac.capture.model_taps import ForwardTap, PullbackTap
 from tfkfac.compat.functions import when
-from tfkfac.compat.graphs import Tracked
-from tfkfac.distributed.collectives import gradient_bytes
+from tfkfac.compat.graphs import Tracked, in_xla
+from tfkfac.compat.overrides import Below
+from tfkfac.distributed.collectives import Communicator, gradient_bytes
 from tfkfac.factors import Limit
 from tfkfac.fisher.types import EMPIRICAL, Choice, Statistics, choose_type
 from tfkfac.kfac import report
@@ -77,6 +79,8 @@ class KFACMethod(Method):
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
         self._advised: set[str] = set()
+        # True while Keras traces or calls a step that XLA compiles.
+        self._defers_inverses = False
         self._choice: Choice | None = None
         self._loss_lines: list[str] = []
 
@@ -340,46 +344,67 @@ class KFACMethod(Method):
         """Recompute inverses that are due by group or requested by block.
 
         Owners decompose and gradient workers receive, one schedule group of
-        blocks after the other.
+        blocks after the other. Of a step that XLA compiles, this runs after
+        the step, with TensorFlow's decompositions: XLA's are many times slower.
         """
-        groups: dict[int, list[int]] = {}
-        for layer in layers:
-            group = self.placement.schedule_groups[layer.position]
-            groups.setdefault(group, []).append(layer.position)
+        state, counters = self._state, self._state.counters
         dampings = {layer.position: layer.damping(damping) for layer in layers}
-        updated = [
-            self._update_group(
-                positions, step, groups_due[group] | requested, dampings
-            )
-            for group, positions in sorted(groups.items())
-        ]
-        return tf.reduce_any(tf.stack([tf.constant(False), *updated]))
+        of_groups = [groups_due[i] for i in self.placement.schedule_groups]
+        due = tf.stack(of_groups) | requested
+        due &= (counters.observed > 0) & step.finite
+        due &= tf.constant([i in dampings for i in range(len(of_groups))])
+        if self._defers_inverses and in_xla():
+            state.defer(due, dampings)
+        else:
+            self.decompose(due, dampings, step.group)
+        return tf.reduce_any(due)
 
-    def _update_group(
+    def decompose(
         self,
-        positions: Sequence[int],
-        step: Step,
         due: tf.Tensor,
         dampings: Mapping[int, tf.Tensor],
-    ) -> tf.Tensor:
-        """Recompute the inverses of one schedule group; True if any was due."""
+        group: Communicator,
+    ) -> None:
+        """Recompute the inverses that are due, one schedule group at a time."""
         state, placement = self._state, self.placement
-        due &= (state.counters.observed > 0) & step.finite
-        due &= tf.constant(
-            [i in positions for i in range(len(placement.blocks))]
-        )
-
-        def decompose_group() -> None:
-            decompositions = placement.exchange.share_decompositions(
-                step.group,
-                state.decompose(positions, placement.solver, dampings),
-                positions,
+        schedule_groups = defaultdict(list)
+        for i in dampings:
+            schedule_groups[placement.schedule_groups[i]].append(i)
+        for _, positions in sorted(schedule_groups.items()):
+            group_due = due & tf.constant(
+                [i in positions for i in range(len(placement.blocks))]
             )
-            state.replace_decompositions(decompositions, dampings, due)
 
-        any_due = tf.reduce_any(due)
-        when(any_due, decompose_group)
-        return any_due
+            def decompose_group(
+                positions: Sequence[int] = positions,
+                due: tf.Tensor = group_due,
+            ) -> None:
+                decompositions = placement.exchange.share_decompositions(
+                    group,
+                    state.decompose(positions, placement.solver, dampings),
+                    positions,
+                )
+                state.replace_decompositions(decompositions, dampings, due)
+
+            when(tf.reduce_any(group_due), decompose_group)
+
+    @override
+    def run_compiled(self, below: Below, data: Any) -> Any:
+        self._defers_inverses = True
+        try:
+            results = below(data)
+        finally:
+            self._defers_inverses = False
+        self.job.model.distribute_strategy.run(self._decompose_deferred)
+        return results
+
+    def _decompose_deferred(self) -> None:
+        """Recompute the inverses that became due in a compiled step."""
+        counters = self._state.counters
+        due = counters.deferred > 0
+        counters.deferred.assign(tf.zeros_like(counters.deferred))
+        dampings = dict(enumerate(tf.unstack(counters.dampings.value())))
+        self.decompose(due, dampings, self.job.group("inverses"))
 
     # --------------------------------------------------- binding and state
     @override

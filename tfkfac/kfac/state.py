@@ -212,6 +212,13 @@ class State(Tracked):
                     tensor.set_shape(specs[name].shape)
         return parts
 
+    def defer(self, due: tf.Tensor, dampings: Mapping[int, tf.Tensor]) -> None:
+        """Let the decompositions that are due be computed after the step."""
+        counters, positions = self.counters, range(len(self.preconditioners))
+        counters.deferred.assign_add(tf.cast(due, tf.int64))
+        values = tf.stack([dampings.get(i, 0.0) for i in positions])
+        counters.dampings.assign(tf.where(due, values, counters.dampings))
+
     def replace_decompositions(
         self,
         parts: Mapping[int, Tensors],
@@ -331,6 +338,8 @@ class Counters(Slots):
         dropped: Averages that were not finite.
         failures: Decompositions that were not finite.
         plain: Gradients whose preconditioned gradient was invalid.
+        deferred: 1 for an inverse that is computed after the current step.
+        dampings: Damping of the block in that step.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -343,6 +352,10 @@ class Counters(Slots):
         self.dropped = self._counter("dropped_factors")
         self.failures = self._counter("failed_decompositions")
         self.plain = self._counter("plain_gradients")
+        self.deferred = self._counter("deferred_decompositions")
+        self.dampings = self.slot(
+            "deferred_dampings", [len(self.paths)], "float64", saved=False
+        )
 
     def _counter(self, name: str) -> tf.Variable:
         return self.slot(name, [len(self.paths)], saved=False)

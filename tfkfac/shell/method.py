@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.compat.graphs import Tracked
+from tfkfac.compat.overrides import Below
 from tfkfac.saving.entries import Contents
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step
@@ -48,6 +49,10 @@ class Method(abc.ABC):
     @abc.abstractmethod
     def run(self, step: Step) -> None:
         """Run one training step."""
+
+    def run_compiled(self, below: Below, data: Any) -> Any:
+        """Call Keras' training step, which XLA compiles, outside of XLA."""
+        return below(data)
 
     def covered(self) -> list[keras.Variable]:
         """Return the weights that the inner optimizer updates; default: all."""

@@ -27,6 +27,7 @@ from tfkfac.compat.models import (
     carry_in_state_trees,
     legacy_state,
     swap_averages_of,
+    wrap_compiled_steps,
     wrap_fit,
 )
 from tfkfac.compat.optimizers import build_once
@@ -39,6 +40,7 @@ from tfkfac.compat.overrides import (
 )
 from tfkfac.compat.strategies import build_from_specs
 from tfkfac.shell.loss_scale import undo_overflows
+from tfkfac.shell.model import uses_xla
 from tfkfac.shell.optimizer import SecondOrderOptimizer, find_optimizer
 from tfkfac.supervision.callback import Supervision
 from tfkfac.supervision.comparison import common_order
@@ -91,6 +93,9 @@ def _after_compile(model: keras.Model) -> None:
     overrides = _supervise(model, optimizer) + build_from_specs(model)
     if optimizer is not None:
         overrides += _carry_state(model, optimizer)
+        if uses_xla(model):
+            run = optimizer.method.run_compiled
+            overrides.append(wrap_compiled_steps(model, run))
         if optimizer.use_ema:
             names = "fit", "evaluate", "predict"
             overrides += [wrap_fit(model, _swap_averages, n) for n in names]
