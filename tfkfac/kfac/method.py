@@ -115,7 +115,9 @@ class KFACMethod(Method):
         state = self._state
         layers = active_blocks(step, state)
         report_unexplained(layers, state.counters)
+        # Under XLA matrices: the choice at run time would compile both forms.
         by_rows = self.placement.takes_rows and state.pending is None
+        by_rows = by_rows and not in_xla()
         if by_rows and self._rule.takes_rows(step.group.size):
             layers = [with_rows(layer, step) for layer in layers]
         self._report_losses(step)
