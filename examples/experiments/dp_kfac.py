@@ -1,7 +1,4 @@
-"""Zhang et al., Scalable K-FAC Training With Distributed Preconditioning.
-
-`python tools/studies/plan.py --papers` has tables 2 and 5.
-"""
+"""Zhang et al., Scalable K-FAC Training With Distributed Preconditioning."""
 
 from typing import Any
 

@@ -1,70 +1,323 @@
-r"""Estimate the cost of K-FAC on a cluster, without a training.
+r"""Count bytes and operations of K-FAC on a cluster, without a training.
 
-    python tools/studies/plan.py ResNet50 --workers 64 --batch 32 \
-        --bandwidth 100Gbit --latency 5us --flops 14T
-    python tools/studies/plan.py --papers   # DP-KFAC's and KAISA's figures
+    python tools/studies/plan.py ResNet50 --workers 64 --batch 32
+    python tools/studies/plan.py --model my_models:make --workers 8
 
-For every distribution and solver, print the seconds of a plain step, of a step
-that updates the factors and of the longest step that updates inverses, the
-speed-up of the decompositions of an interval over one worker, the mean step at
-some intervals, the bytes that a worker receives in each type of step, and its
-curvature state. Times and sizes are maxima over the workers. Then print the
-larger batch size that fits into the memory saved by DP-KFAC.
+For every distribution mode and solver, print the operations of the busiest
+worker, the bytes that a worker receives in each type of step, and its curvature
+state. "speed-up" divides the operations of all decompositions of an interval by
+those of the busiest worker in each schedule group. Sizes are maxima over the
+workers. Then print the larger batch that fits into the memory saved by DP-KFAC.
+
+Operations of statistics and of preconditioning are multiplications of matrix
+products, those of decompositions the sum of n^3 over the factors of size n. The
+library computes sizes of factors, plans and messages.
 """
 
-import argparse
+import contextlib
 import importlib
+import itertools
 import math
-import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
+import numpy as np
+import tensorflow as tf
 
-from command import intervals  # isort: skip, sets the module path
+import command  # noqa: F401, isort: skip, sets the module path
 from common.arguments import make_parser_of, positive
-from cost_model import Estimate, Machine, Network, compare, recommend
 from tfkfac import KFAC
+from tfkfac.blocks import Block
+from tfkfac.blocks.statistics import choose_subsample
+from tfkfac.compat.models import all_layers, children
+from tfkfac.compat.overrides import overridden
+from tfkfac.distributed.collectives import gradient_bytes
+from tfkfac.distributed.plan import MODES, Plan, plan_layers
+from tfkfac.factors import Diagonal
+from tfkfac.kfac.placement import BlockCost, Loads, assign_groups
 from tfkfac.shell.tables import bytes_text, table
+from tfkfac.solvers.base import Solver, most_rows
+from tfkfac.solvers.registry import make_solver
 
-_PREFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3, "K": 1e3,
-             "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}  # fmt: skip
-_NUMBER = re.compile(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([numkKMGTP]?)(.*)")
+SOLVERS = ("inverse", "eigen")
+Shape = tuple[int, ...]
 
 
-def quantity(
-    units: dict[str, float], zero: bool = False
-) -> Callable[[str], float]:
-    """Return a parser of a number with a prefix and a unit.
+class CallShapes(NamedTuple):
+    """Shapes of the first input and the first output of a call."""
 
-    `units` has the factor of each unit, "" for no unit; `zero` allows 0.
+    inputs: Shape
+    outputs: Shape
+
+
+class Network:
+    """Shapes of all layer calls of a model for a batch, found by tracing.
+
+    The model is functional or sequential, with known sizes of its inputs.
+
+    Attributes:
+        elements: Number of outputs of all layers.
     """
-    names = " or ".join(repr(name) for name in units if name)
 
-    def parse(text: str) -> float:
-        match = _NUMBER.fullmatch(text.strip())
-        unit = match[3].removesuffix("/s") if match else None
-        if match is None or unit not in units:
-            raise argparse.ArgumentTypeError(
-                f"must be a number with a prefix, if any, and {names}; "
-                f"received {text!r}"
+    def __init__(self, model: keras.Model, batch: int) -> None:
+        self._calls: dict[int, list[CallShapes]] = {}
+        # Pass a single input as a tensor, as a sequential model expects.
+        is_single = len(model.inputs) == 1
+        specs = keras.tree.map_structure(
+            lambda t: tf.TensorSpec([batch, *t.shape[1:]], t.dtype),
+            model.inputs[0] if is_single else model.input,
+        )
+        layers = [layer for layer in all_layers(model) if layer is not model]
+        with contextlib.ExitStack() as stack:
+            for layer in layers:
+                record = self._recorder(layer)
+                stack.enter_context(overridden(layer, "call", record))
+            run = tf.function(lambda x: model(x, training=True))
+            run.get_concrete_function(specs)
+        self.elements = sum(
+            math.prod(call.outputs)
+            for layer in layers
+            if not children(layer)
+            for call in self._calls[id(layer)]
+        )
+
+    def _recorder(self, layer: keras.layers.Layer) -> Callable[..., Any]:
+        calls = self._calls.setdefault(id(layer), [])
+
+        def call(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            outputs = below(*args, **kwargs)
+            first, *_ = keras.tree.flatten((args, kwargs))
+            last, *_ = keras.tree.flatten(outputs)
+            if tf.is_tensor(first) and tf.is_tensor(last):
+                calls.append(CallShapes(tuple(first.shape), tuple(last.shape)))
+            return outputs
+
+        return call
+
+    def rows(self, block: Block) -> int:
+        """Return the rows of a block's statistics, summed over all calls."""
+        g = block.factors["G"]
+        # Both blocks of a separable convolution have its outputs' rows.
+        width = getattr(block.layer, "filters", None)
+        width = width or math.prod(g.stack_shape) * g.size
+        calls = self._calls[id(block.layer)]
+        return sum(math.prod(call.outputs) // width for call in calls)
+
+    def statistics(self, block: Block) -> float:
+        """Return the multiplications of a block's statistics."""
+        if "A" not in block.factors:  # squares of the gradient of each example
+            return 0
+        calls, rows = self._calls[id(block.layer)], self.rows(block)
+        products: float = rows * block.factors["G"].multiplications
+        if not isinstance(block.factors["A"], Diagonal):  # counts of tokens
+            products += sum(
+                block.input_multiplications(call.inputs, rows // len(calls))
+                for call in calls
             )
-        value = float(match[1]) * _PREFIXES[match[2]] * units[unit]
-        if not math.isfinite(value) or (value == 0 and not zero):
-            raise argparse.ArgumentTypeError(
-                f"must be finite and above 0; received {text!r}"
+        return products
+
+
+def share_of_examples(
+    batch: int, fraction: float | None, observers: int
+) -> float:
+    """Return the share of the examples in a worker's statistics."""
+    offset = tf.constant(0, tf.int64)
+    subsample = choose_subsample(fraction, offset, observers)
+    if subsample is None:
+        return 1.0
+    examples = math.ceil(subsample.fraction * batch)
+    return min(batch, max(subsample.min_examples, examples)) / batch
+
+
+class Mode(NamedTuple):
+    """A distribution mode of K-FAC with a solver.
+
+    `fraction` is the share of the workers that are gradient workers of a layer;
+    None for modes other than "hybrid_opt".
+    """
+
+    distribution: str
+    fraction: float | None
+    solver: str
+
+
+class Cost(NamedTuple):
+    """The cost of a mode.
+
+    Attributes:
+        operations: Operations of the busiest worker, by stage.
+        speed_up: Operations of all decompositions, relative to those of the
+            busiest worker in each schedule group.
+        received: Maximal bytes that a worker receives, by type of message.
+        state: Maximal bytes of curvature state of a worker.
+    """
+
+    mode: Mode
+    operations: Mapping[str, float]
+    speed_up: float
+    received: Mapping[str, int]
+    state: int
+
+
+def modes(workers: int) -> Iterator[Mode]:
+    """Yield all modes, with all fractions of "hybrid_opt"."""
+    for solver, mode in itertools.product(SOLVERS, MODES):
+        if MODES[mode].gradient_workers != "fraction":
+            yield Mode(mode, None, solver)
+            continue
+        # One worker is "mem_opt", all workers are "comm_opt".
+        for count in range(2, workers):
+            if workers % count == 0:
+                yield Mode(mode, count / workers, solver)
+
+
+def costs_of(optimizer: Any, workers: int, batch: int) -> list[Cost]:
+    """Return the cost of each mode; `batch` is that of one worker."""
+    model = optimizer.bound_model()
+    network = Network(model, batch)
+    placement = optimizer.method.placement
+    blocks = placement.blocks
+    factors = [block.factors for block in blocks]
+    rows = [network.rows(block) for block in blocks]
+    statistics = [network.statistics(block) for block in blocks]
+    costs = []
+    for mode in modes(workers):
+        solver = make_solver(mode.solver)
+        layers = plan_layers(
+            factors,
+            workers,
+            mode.distribution,
+            mode.fraction,
+            placement.distribution.assignment,
+            solver.whole_layers,
+        )
+        plan = Plan(MODES[mode.distribution], workers, layers)
+        loads = Loads(plan)
+        sizes = [BlockCost.of(b, solver, placement.wire) for b in blocks]
+        share = share_of_examples(
+            batch, optimizer.factor_batch_fraction, plan.observers
+        )
+        observed: Any = sum(statistics)
+        if not plan.mode.reduces_factors:
+            observed = loads.preconditioned(statistics).max()  # by the owners
+        rows_of = rows if plan.columns == 1 else [0] * len(rows)
+        products = [
+            precondition(block, solver, count, workers)
+            for block, count in zip(blocks, rows_of, strict=True)
+        ]
+        all_decompositions, busiest = decompositions(plan, factors)
+        received = loads.received(
+            sizes, gradient_bytes(model.trainable_variables)
+        )
+        costs.append(
+            Cost(
+                mode,
+                {
+                    "statistics": share * observed,
+                    "decompositions": busiest,
+                    "precondition": loads.preconditioned(products).max(),
+                },
+                all_decompositions / busiest if busiest else 1.0,
+                {name: int(sums.max()) for name, sums in received.items()},
+                int(np.sum([*loads.state(sizes).values()], 0).max()),
             )
-        return value
-
-    return parse
-
-
-flops = quantity({"": 1.0, "flop": 1.0, "FLOP": 1.0})
-bandwidth = quantity({"bit": 1 / 8, "b": 1 / 8, "B": 1.0})
-latency = quantity({"s": 1.0}, zero=True)
+        )
+    return costs
 
 
+def decompositions(
+    plan: Plan, factors: Sequence[Mapping[str, Any]]
+) -> tuple[float, float]:
+    """Return the operations of an interval: all, and the busiest worker's."""
+    groups = assign_groups(plan.layers, factors)
+    work = np.zeros([max(groups, default=0) + 1, plan.workers])
+    layers = zip(groups, plan.layers, factors, strict=True)
+    for group, layer, by_name in layers:
+        for name, factor in by_name.items():
+            work[group, layer.owners[name]] += factor.operations
+    return float(work.sum()), float(work.max(axis=1).sum())
+
+
+def precondition(block: Block, solver: Solver, rows: int, workers: int) -> int:
+    """Return the multiplications for `rows` rows; 0 is a whole matrix."""
+    factors = block.factors
+    *stack, inputs, outputs = block.gradient_shape
+    products = {name: f.multiplications for name, f in factors.items()}
+    takes_rows = solver.takes_rows and not stack and "A" in factors
+    if takes_rows and 0 < rows <= most_rows(factors, workers):
+        row = sum(products.values())
+        if workers > 1:
+            return rows * (row + inputs * outputs)
+        return rows * row + rows**2 * (inputs + outputs)
+    vectors = {"A": outputs, "G": inputs}
+    matrix = sum(products[name] * vectors[name] for name in factors)
+    # Count twice for an eigensolver: to the eigenbasis and back.
+    return matrix if solver.is_explicit else 2 * matrix
+
+
+# ---------------------------------------------------------------- the report
+def counts_text(optimizer: Any) -> str:
+    """Count the elements of factors and weights."""
+    registry = optimizer.method.placement.registry
+    factors = sum(
+        factor.elements
+        for block in registry.blocks
+        for factor in block.factors.values()
+    )
+    rest = sum(leftover.weights for leftover in registry.leftovers)
+    return (
+        f"{len(registry.blocks)} blocks: {factors / 1e6:.2f} M elements of "
+        f"factors, {registry.covered / 1e6:.2f} M weights preconditioned, "
+        f"{rest / 1e6:.2f} M not."
+    )
+
+
+def plan_text(costs: Sequence[Cost]) -> str:
+    """Return the table of all modes; operations in 10^9."""
+    stages = "precondition", "statistics", "decompositions"
+    header = (
+        "Solver",
+        "Distribution",
+        *(f"{stage}, G" for stage in stages),
+        "speed-up",
+        "plain recv.",
+        "factor +",
+        "inverse +",
+        "State",
+    )
+    rows: list[tuple[str, ...]] = []
+    for mode, operations, speed_up, received, state in costs:
+        fraction = "" if mode.fraction is None else f" {mode.fraction:.4g}"
+        plain = received["gradients"] + received["preconditioned_gradients"]
+        sizes = plain, received["factors"], received["decompositions"], state
+        rows.append(
+            (
+                mode.solver,
+                mode.distribution + fraction,
+                *(f"{operations[stage] / 1e9:.4g}" for stage in stages),
+                f"{speed_up:.4g}",
+                *map(bytes_text, sizes),
+            )
+        )
+    return "\n".join(table(header, rows))
+
+
+def batch_text(saved: int, model: keras.Model, batch: int) -> str:
+    """Return the batch that DP-KFAC's `saved` bytes of memory allow.
+
+    An example takes the memory of all layer outputs in float32.
+    """
+    example = 4 * Network(model, 1).elements
+    return (
+        f"dp_kfac saves {bytes_text(saved)} of a worker against comm_opt: "
+        f"{saved / example:.2f} examples of {bytes_text(example)} of layer "
+        f"outputs. A batch of {batch} becomes {batch + saved // example}."
+    )
+
+
+# ------------------------------------------------------------ the command line
 def max_factor_dim(text: str) -> dict[str, int | None]:
     """Return the argument of `KFAC` for N rows, or for "none"."""
     return {"max_factor_dim": None if text == "none" else positive(text)}
@@ -88,119 +341,6 @@ def build(name: str) -> keras.Model:
     return make(weights=None)
 
 
-Intervals = tuple[int, int]
-
-
-def machine_text(machine: Machine) -> str:
-    """Describe the machine."""
-    return (
-        f"A worker: {machine.flops / 1e12:.3g} TFLOP/s of products; n^3 of "
-        f"decompositions {machine.inverse / 1e9:.3g} G/s (inverse), "
-        f"{machine.eigen / 1e9:.3g} G/s (eigen); {machine.memory / 1e9:.3g} "
-        f"GB/s of memory, {machine.bandwidth / 1e9:.3g} GB/s and "
-        f"{machine.latency * 1e6:.3g} us between workers."
-    )
-
-
-def counts_text(optimizer: Any) -> str:
-    """Count the elements of factors and weights."""
-    registry = optimizer.method.placement.registry
-    factors = sum(
-        factor.elements
-        for block in registry.blocks
-        for factor in block.factors.values()
-    )
-    rest = sum(leftover.weights for leftover in registry.leftovers)
-    return (
-        f"{len(registry.blocks)} blocks: {factors / 1e6:.2f} M elements of "
-        f"factors, {registry.covered / 1e6:.2f} M weights preconditioned, "
-        f"{rest / 1e6:.2f} M not."
-    )
-
-
-def plan_text(
-    estimates: Sequence[Estimate], intervals: Sequence[Intervals]
-) -> str:
-    """Return all distributions, and the recommendation."""
-    header = (
-        "Solver",
-        "Distribution",
-        "plain ms",
-        "factor ms",
-        "inverse ms",
-        "speed-up",
-        *(f"mean ms at {f},{i}" for f, i in intervals),
-        "plain recv.",
-        "factor +",
-        "inverse +",
-        "State",
-    )
-    lines = table(header, [_row(e, intervals) for e in estimates])
-    best = recommend(estimates, intervals[0])
-    lines += ["", f"Recommended: {_choice(best, intervals[0])}"]
-    if best.candidate.distribution == "dp_kfac":
-        others = [e for e in estimates if e.candidate.distribution != "dp_kfac"]
-        other = recommend(others, intervals[0])
-        lines += [
-            "Its factors are computed from the batch of one worker. Of the "
-            "modes with the results of a single worker:",
-            f"Recommended: {_choice(other, intervals[0])}",
-        ]
-    return "\n".join(lines)
-
-
-def batch_text(
-    estimates: Sequence[Estimate], model: keras.Model, batch: int
-) -> str:
-    """Return the batch size that DP-KFAC's saved memory allows.
-
-    An example takes the memory of all layer outputs in float32.
-    """
-    state = {
-        e.candidate.distribution: e.state["total"]
-        for e in estimates
-        if e.candidate.solver == "inverse"
-    }
-    saved = state["comm_opt"] - state["dp_kfac"]
-    example = 4 * Network(model, 1).elements
-    return (
-        f"dp_kfac saves {bytes_text(saved)} of a worker against comm_opt: "
-        f"{saved / example:.2f} examples of {bytes_text(example)} of layer "
-        f"outputs. A batch of {batch} becomes {batch + saved // example}."
-    )
-
-
-def _choice(estimate: Estimate, intervals: Intervals) -> str:
-    factor, inverse = intervals
-    mode, fraction, solver = estimate.candidate
-    argument = ""
-    if fraction is not None:
-        argument = f"gradient_worker_fraction={fraction:g}, "
-    return (
-        f'KFAC(distribution="{mode}", {argument}solver="{solver}"), '
-        f"{1e3 * estimate.amortised(*intervals):.4g} ms a step at intervals "
-        f"{factor} and {inverse}, "
-        f"{bytes_text(estimate.state['total'])} of state"
-    )
-
-
-def _row(estimate: Estimate, intervals: Sequence[Intervals]) -> tuple[str, ...]:
-    seconds = [estimate.plain, estimate.factor, estimate.inverse]
-    means = [estimate.amortised(*pair) for pair in intervals]
-    received = estimate.received
-    plain = received["gradients"] + received["preconditioned_gradients"]
-    sizes = [plain, received["factors"], received["decompositions"]]
-    return (
-        estimate.candidate.solver,
-        estimate.candidate.text,
-        *(f"{1e3 * value:.4g}" for value in seconds),
-        f"{estimate.speed_up:.4g}",
-        *(f"{1e3 * value:.4g}" for value in means),
-        *(bytes_text(size) for size in (*sizes, estimate.state["total"])),
-    )
-
-
-# ------------------------------------------------------------ the command line
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = make_parser_of(__doc__)
@@ -220,46 +360,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add("--workers", type=positive, default=1, metavar="N")
     add("--batch", type=positive, default=32, metavar="N", help="of a worker")
-    add("--flops", type=flops, help="of matrix products, as 14T")
-    add("--bandwidth", type=bandwidth, help="as 100Gbit or 12.5GB")
-    add("--latency", type=latency, help="of a message, as 5us")
-    add(
-        "--intervals",
-        nargs="+",
-        type=intervals,
-        default=[(10, 100), (1, 1)],
-        metavar="FACTOR,INVERSE",
-        help="update intervals (default: 10,100 1,1); the recommendation is "
-        "for the first",
-    )
-    add("--papers", action="store_true", help="print the papers' figures")
     options = parser.parse_args(arguments)
-    if [options.name, options.model, options.papers or None].count(None) != 2:
-        parser.error("either MODEL, --model or --papers is needed")
-    if options.papers:
-        import papers
-
-        print(papers.report())
-        return
-    needed = ["flops"] + ["bandwidth", "latency"] * (options.workers > 1)
-    for name in needed:
-        if getattr(options, name) is None:
-            parser.error(f"--{name} is needed for {options.workers} workers")
+    if (options.name is None) == (options.model is None):
+        parser.error("either MODEL or --model is needed")
     try:
         model = build(options.name or options.model)
     except ValueError as error:
         parser.error(str(error))
-    # One worker needs no bandwidth.
-    machine = Machine(
-        options.flops, options.bandwidth or 1.0, options.latency or 0.0
-    )
     optimizer = KFAC(step="natural", **options.max_factor_dim).attach(model)
-    print(machine_text(machine))
     print(counts_text(optimizer))
-    estimates = compare(optimizer, machine, options.workers, options.batch)
-    print(plan_text(estimates, options.intervals))
+    costs = costs_of(optimizer, options.workers, options.batch)
+    print(plan_text(costs))
     if options.workers > 1:
-        print(batch_text(estimates, model, options.batch))
+        state = {
+            cost.mode.distribution: cost.state
+            for cost in costs
+            if cost.mode.solver == "inverse"
+        }
+        saved = state["comm_opt"] - state["dp_kfac"]
+        print(batch_text(saved, model, options.batch))
 
 
 if __name__ == "__main__":
