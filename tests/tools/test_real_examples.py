@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import statistics
 from typing import Any
 
 import pytest
@@ -61,14 +60,15 @@ def test_errors_are_records(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("program", real_examples.PLACES)
 def test_at_most_ten_percent_above_adam(program: str) -> None:
-    """The training loss that `fit` reports, with dropout, and Adam's record."""
+    """The training loss of `fit`, with dropout, from equal initial weights."""
     if not real_examples.is_here(program):
         pytest.skip("needs keras-hub")
     records = json.loads((results.DOCS / "real_examples.json").read_text())
-    adam = [
+    (adam,) = [
         record["objective"]
         for record in records["records"]
         if (record["program"], record["method"]) == (program, "adam")
+        and record["seed"] == 0
     ]
     ours = real_examples.train(program, "kfac", 0)
-    assert ours["objective"] <= 1.1 * statistics.fmean(adam)
+    assert ours["objective"] <= 1.1 * adam
