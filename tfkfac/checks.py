@@ -65,11 +65,14 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
-def check_count(name: str, value: Any, least: int = 0) -> int:
-    """Return `value` as an int if it is an integer in [`least`, 2^63)."""
+def check_count(name: str, value: Any, least: int = 0, others: str = "") -> int:
+    """Return `value` as an int if it is an integer in [`least`, 2^63).
+
+    The error appends `others`.
+    """
     message = (
         f"Argument `{name}` must be an integer of at least {least} and less "
-        f"than 2**63. Received: {name}={value!r}"
+        f"than 2**63{others}. Received: {name}={value!r}"
     )
     if not is_number(value) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{message} (of type {type(value)})")

@@ -1,5 +1,6 @@
 """Layers with large factors."""
 
+import functools
 import tracemalloc
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.support.summaries import bind, blocks_of, leftovers_of, sequential
 from tfkfac.blocks import registry
 from tfkfac.blocks.dense import DenseBlock
 from tfkfac.blocks.registry import build_registry
-from tfkfac.factors import Dense, Factor, Limit, LowRank
+from tfkfac.factors import Dense, Factor
 from tfkfac.factors.low_rank import probes
 from tfkfac.kfac import method
 from tfkfac.kfac.state import Preconditioner
@@ -58,16 +59,36 @@ def test_wide_factors_are_sketches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row[1:3] == ["diagonal 50", "7 x 7, rank 3"]
 
 
-def test_default_limit() -> None:
-    """The default limit is 640, including the bias row."""
-    default = tfkfac.KFAC(step="natural")
-    limit = Limit(default.max_factor_dim, method.FACTOR_RANK)
-    for inputs, factor in ((639, Dense(640)), (640, LowRank(641, 64))):
-        model = sequential(layers.Dense(1, name="wide"), shape=(inputs,))
-        (block,) = build_registry(model, (), limit=limit).blocks
-        assert block.factors["A"] == factor
+@pytest.mark.parametrize(
+    ("arguments", "dense", "conv"),
+    [
+        ({"step": "natural"}, (640, 64), (640, 64)),
+        ({"step": "spectral"}, (127, 32), (640, 64)),
+        ({"step": "spectral", "max_factor_dim": 640}, (640, 64), (640, 64)),
+        ({"step": "natural", "max_factor_dim": 127}, (127, 64), (127, 64)),
+    ],
+)
+def test_limits(
+    arguments: dict[str, Any], dense: tuple[int, int], conv: tuple[int, int]
+) -> None:
+    """Number of rows, including the bias row, and rank beyond it."""
+    einsum = functools.partial(layers.EinsumDense, "nsi,io->nso", (None, 1))
+    cases = [
+        (dense, layers.Dense),
+        (dense, lambda units: einsum(bias_axes="o")),
+        (dense, lambda units: layers.TimeDistributed(layers.Dense(units))),
+        (conv, lambda units: layers.Conv1D(units, 1)),
+    ]
+    for (rows, rank), make in cases:
+        for size, suffix in ((rows, ""), (rows + 1, f", rank {rank}")):
+            model = sequential(make(1), shape=(2, size - 1))
+            (row,) = blocks_of(bind(model, **arguments)).values()
+            assert row[1] == f"{size} x {size}{suffix}"
+
+
+def test_bytes_of_a_sketch() -> None:
     model = sequential(layers.Dense(2, name="wide"), shape=(30000,))
-    optimizer = bind(model)
+    optimizer = bind(model, step="natural")
     model.train_on_batch(np.ones((4, 30000)), np.ones((4, 2)))
     sketch, basis, scale = 64 * 30002, 64 * 30001, 1
     size = 4 * (sketch + basis + scale + 2 * 2**2)

@@ -90,7 +90,7 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
         "fisher": None, "solver": "inverse", "distribution": "comm_opt",
         "factor_update_interval": None, "inverse_update_interval": None,
         "factor_decay": 0.95, "factor_batch_fraction": None,
-        "weight_sharing": "expand", "max_factor_dim": 640,
+        "weight_sharing": "expand", "max_factor_dim": "auto",
         "skip_layers": [], "only_layers": None,
         "gradient_accumulation_steps": None,
         "max_skipped_steps": 100,

@@ -76,7 +76,7 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
         "factor_decay": BELOW_ONE,
         "factor_batch_fraction": or_none(PART_OF_ONE),
         "weight_sharing": one_of("expand", "reduce", "average"),
-        "max_factor_dim": or_none(COUNT),
+        "max_factor_dim": (f"{COUNT[0]}.*'auto'", (None, "auto", *COUNT[1])),
         "skip_layers": ("layer names, regular expressions or", ("x",)),
         "only_layers": ("layer names, regular expressions or", (None, "x")),
         "gradient_accumulation_steps": ("an integer of at least 2", (None, 2)),

@@ -118,8 +118,14 @@ def build_registry(
     only_layers: Sequence[LayerRule] | None = None,
     limit: Limit = Block.limit,
     without: tuple[type[Block], ...] = (),
+    dense_limit: Limit | None = None,
 ) -> Registry:
-    """Create blocks with factors up to `limit`, but no classes `without`."""
+    """Create blocks with factors up to `limit`, but no classes `without`.
+
+    `dense_limit` is the limit of `Dense` and `EinsumDense` layers, if it
+    differs.
+    """
+    limits = limit, dense_limit or limit
     remaining = {id(v): v for v in model.trainable_variables}
     blocks: list[Block] = []
     leftovers: list[Leftover] = []
@@ -127,7 +133,7 @@ def build_registry(
         layer, reason = node.layer, node.reason or Tap.reason(node.tapped)
         new_blocks: list[Block] = []
         if reason is None and layer.built and layer.trainable:
-            new_blocks, reason = _blocks_of(node, remaining, limit, without)
+            new_blocks, reason = _blocks_of(node, remaining, limits, without)
             blocks += new_blocks
         uncovered = [v for v in layer.trainable_variables if id(v) in remaining]
         for variable in uncovered:
@@ -144,7 +150,7 @@ def build_registry(
 def _blocks_of(
     node: Node,
     remaining: dict[int, keras.Variable],
-    limit: Limit,
+    limits: tuple[Limit, Limit],
     without: tuple[type[Block], ...],
 ) -> tuple[list[Block], str | None]:
     """Create the blocks of a layer and remove their weights from `remaining`.
@@ -173,6 +179,7 @@ def _blocks_of(
                 f"{block_class.__name__}, needs: {error}. See "
                 "`tfkfac.register_block`."
             ) from error
+        limit = limits[isinstance(block, (DenseBlock, EinsumDenseBlock))]
         block.limit = limit
         if not block.variables:
             continue

@@ -41,7 +41,7 @@ from tfkfac.kfac.placement import (
     steps_between,
 )
 from tfkfac.kfac.scales import Moments
-from tfkfac.kfac.settings import Distribution, KFACSettings
+from tfkfac.kfac.settings import AUTO, Distribution, KFACSettings
 from tfkfac.kfac.spectral import Spectral
 from tfkfac.kfac.state import State, local_factors
 from tfkfac.loss.batch import trace_nested_calls
@@ -55,7 +55,7 @@ from tfkfac.training.step import Step, Update
 
 _RULES = {"natural": Natural, "spectral": Spectral}
 # Rank of the approximation of a factor with more than `max_factor_dim` rows. At
-# the default limit of 640, this saves 90 % of the elements.
+# a limit of 640, this saves 90 % of the elements.
 FACTOR_RANK = 64
 
 
@@ -430,12 +430,14 @@ class KFACMethod(Method):
         """Blocks of the model, and the assignment of blocks to workers."""
         if self._placement is None:
             trace_nested_calls(self.job.model)
+            size: Any = self.settings.max_factor_dim
             registry = build_registry(
                 self.job.model,
                 self.settings.skip_layers,
                 self.settings.only_layers,
-                Limit(self.settings.max_factor_dim, FACTOR_RANK),
+                Limit(640 if size == AUTO else size, FACTOR_RANK),
                 self._rule.excluded_blocks,
+                self._rule.dense_limit if size == AUTO else None,
             )
             self._placement = Placement(
                 registry,

@@ -16,6 +16,7 @@ from tfkfac.blocks.registry import Registry
 from tfkfac.compat.functions import shared_call, when
 from tfkfac.compat.graphs import replica_copy
 from tfkfac.compat.optimizers import is_decayed, knows_variable
+from tfkfac.factors import Limit
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.length import Batch
 from tfkfac.kfac.placement import Exchange, Placement
@@ -59,6 +60,8 @@ class Natural:
         summed_scalars: Number of scalars that `scalars` returns.
         without_loss: Sentence of the warning where the loss is unknown.
         extra_scalars: Number of scalars sent with each direction.
+        dense_limit: Limit of the factors of dense layers at the default
+            `max_factor_dim`. None for that of other layers.
     """
 
     title = ""
@@ -70,6 +73,7 @@ class Natural:
     has_momenta = False
     extra_scalars = 0
     excluded_blocks: tuple[type[Block], ...] = ()
+    dense_limit: Limit | None = None
 
     def __init__(
         self,

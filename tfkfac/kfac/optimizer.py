@@ -16,12 +16,14 @@ from tfkfac.fisher.types import TYPES
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.natural import is_vector
 from tfkfac.kfac.settings import (
+    AUTO,
     DEFAULT_KL_CLIP,
     WEIGHT_SHARING,
     Distribution,
     KFACSettings,
     check_batch_fraction,
     check_distribution,
+    check_factor_dim,
     check_layer_rules,
     choose_optimizers,
     choose_step,
@@ -180,7 +182,9 @@ class KFAC(SecondOrderOptimizer):
             Nystroem's approximation, whose decomposition acts on the leading
             directions, and as a multiple of the identity on all others.
             `summary` shows the share of the trace in the leading directions.
-            None is no limit. Defaults to 640.
+            "auto" is 640, but 127 with 32 columns for `Dense` and
+            `EinsumDense` layers in spectral steps. None is no limit. Defaults
+            to "auto".
         skip_layers: Names, regular expressions (they match a layer's whole
             name or path) or classes of layers to leave to the rest optimizer;
             one, or several in a list or tuple. A rule that matches a layer
@@ -233,7 +237,7 @@ class KFAC(SecondOrderOptimizer):
         factor_decay: float = 0.95,
         factor_batch_fraction: float | None = None,
         weight_sharing: str = "expand",
-        max_factor_dim: int | None = 640,
+        max_factor_dim: int | str | None = AUTO,
         skip_layers: LayerRule | Iterable[LayerRule] = (),
         only_layers: LayerRule | Iterable[LayerRule] | None = None,
         gradient_accumulation_steps: int | None = None,
@@ -281,9 +285,7 @@ class KFAC(SecondOrderOptimizer):
             weight_sharing=check_choice(
                 "weight_sharing", weight_sharing, WEIGHT_SHARING
             ),
-            max_factor_dim=if_given(
-                check_count, "max_factor_dim", max_factor_dim, 1
-            ),
+            max_factor_dim=check_factor_dim("max_factor_dim", max_factor_dim),
             skip_layers=check_layer_rules("skip_layers", skip_layers),
             only_layers=if_given(check_layer_rules, "only_layers", only_layers),
             gradient_accumulation_steps=if_given(

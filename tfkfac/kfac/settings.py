@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.walk import LayerRule
-from tfkfac.checks import check_bool, check_choice, is_number
+from tfkfac.checks import check_bool, check_choice, check_count, is_number
 from tfkfac.distributed.plan import MODES, POLICIES
 from tfkfac.schedules import FitDecay
 from tfkfac.shell.arguments import (
@@ -30,6 +30,7 @@ from tfkfac.shell.small_rates import RATE
 # Default learning rate of natural-gradient steps, whose length is clipped.
 DEFAULT_KL_CLIP = 0.02
 STEPS = ("natural", "spectral")
+AUTO = "auto"  # default of `max_factor_dim`
 # Inner optimizers that rescale each element of the preconditioned gradient.
 _ADAPTIVE = (
     keras.optimizers.Adam,
@@ -181,6 +182,13 @@ def check_batch_fraction(name: str, value: Any) -> float | None:
     return float(value)
 
 
+def check_factor_dim(name: str, value: Any) -> int | str | None:
+    """Return a number of rows, `AUTO` or None."""
+    if value is None or (isinstance(value, str) and value == AUTO):
+        return value
+    return check_count(name, value, 1, f", or {AUTO!r} or None")
+
+
 def check_layer_rules(name: str, value: Any) -> tuple[LayerRule, ...]:
     """Return an argument's rules (names, patterns, classes) as a tuple."""
     if isinstance(value, (str, type, re.Pattern)):
@@ -322,7 +330,7 @@ class KFACSettings:
     factor_decay: float
     factor_batch_fraction: float | None
     weight_sharing: str
-    max_factor_dim: int | None
+    max_factor_dim: int | str | None  # `AUTO` or a number of rows
     skip_layers: tuple[LayerRule, ...]
     only_layers: tuple[LayerRule, ...] | None
     gradient_accumulation_steps: int | None
