@@ -89,7 +89,9 @@ def in_low_precision(multiply: Any) -> Any:
 def test_in_tensor_float_32(iterations: int, most: float) -> None:
     """Rounding errors fill zero directions, but no direction gets too long."""
     matrices = [matrix(100, 32, rank=5), matrix(32, 32, rank=1)]
-    with mock.patch.object(tf, "matmul", in_low_precision(tf.matmul)):
+    gpus = mock.patch.object(tf.config, "list_logical_devices", lambda _: [0])
+    products = in_low_precision(tf.matmul)
+    with gpus, mock.patch.object(tf, "matmul", products):
         results = factors(*matrices, iterations=iterations)
     for result in results:
         assert 0.8 < np.linalg.norm(result, 2) < most

@@ -20,9 +20,10 @@ _POLYNOMIALS = (
 # Margin of the norm, so that rounded singular values stay below 1.
 _MARGIN = 1.01
 # Polynomials per computation of the Gram matrix. Rounding errors make some of
-# its eigenvalues negative, and three polynomials multiply these by 10,000. With
-# TensorFloat-32 products on GPUs, four would be inaccurate.
-_POLYNOMIALS_PER_GRAM = 3
+# its eigenvalues negative. Three polynomials multiply these by 20,000, five by
+# 1,000,000: too much for the products in TensorFloat-32 of GPUs.
+_POLYNOMIALS_PER_GRAM = 5
+_POLYNOMIALS_PER_GRAM_TF32 = 3
 # Minimum width of a block, relative to the maximum. In narrower blocks, too few
 # columns are orthogonalised together.
 _MIN_WIDTH = 1 / 4
@@ -103,13 +104,23 @@ def _polar(x: tf.Tensor, iterations: int) -> tf.Tensor:
     gram = tf.math.divide_no_nan(gram, _MARGIN**2 * square)
     identity = tf.eye(min(rows, columns), dtype=x.dtype)
     product = tf.math.divide_no_nan(identity, _MARGIN * tf.sqrt(square))
+    per_gram, factor = _polynomials_per_gram(), identity
     for i in range(iterations):
-        if i > 0 and i % _POLYNOMIALS_PER_GRAM == 0:
+        if i > 0 and i % per_gram == 0:
             x = tf.matmul(product, x) if wide else tf.matmul(x, product)
             gram = tf.matmul(x, x, transpose_a=not wide, transpose_b=wide)
             product = identity
+        elif i > 0:
+            gram = tf.matmul(tf.matmul(factor, gram), factor)
         a, b, c = _POLYNOMIALS[min(i, len(_POLYNOMIALS) - 1)]
         factor = a * identity + b * gram + c * tf.matmul(gram, gram)
-        gram = tf.matmul(tf.matmul(factor, gram), factor)
         product = tf.matmul(product, factor)
     return tf.matmul(product, x) if wide else tf.matmul(x, product)
+
+
+def _polynomials_per_gram() -> int:
+    """Return the number of polynomials for the precision of products."""
+    is_tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
+    if is_tf32 and tf.config.list_logical_devices("GPU"):
+        return _POLYNOMIALS_PER_GRAM_TF32
+    return _POLYNOMIALS_PER_GRAM
