@@ -121,6 +121,12 @@ class Case:
         matrix = tf.constant(gradient)
         return self.factor.multiply_root(root, matrix, side, back)
 
+    def undone_root(self, damping: Any, gradient: Any, side: str) -> tf.Tensor:
+        """Multiply by R and by its inverse."""
+        root = self.factor.root(self.value, tf.cast(damping, self.value.dtype))
+        product = self.by_root(damping, gradient, side)
+        return self.factor.divide_root(root, product, side)
+
     def by_both_roots(
         self, damping: Any, gradient: Any, side: str
     ) -> tf.Tensor:
@@ -195,6 +201,8 @@ def test_solutions(factor: Any, side: str) -> None:
         assert_close(case.by_both_roots(damping, gradient, side), want, 1e-9)
         want = case.whitened(damping, gradient, side)
         assert_close(case.by_root(damping, gradient, side), want, 1e-9)
+        result = case.undone_root(damping, gradient, side)
+        assert_close(result, gradient, 1e-9)
     want = case.solution(np.full(case.stack, 0.1), gradient, side)
     assert_close(case.by_eigen(0.1, gradient, side), want, 1e-8)
     if not isinstance(factor, LowRank):
@@ -330,6 +338,19 @@ def test_inverse_in_half_precision() -> None:
             stored = WIDE.for_products(half, tf.float32)
             result = multiply(stored, matrix, "left")
             assert_close(result, want(damping, gradient, "left"), 0.02)
+        result = WIDE.divide_root(stored, result, "left")
+        assert_close(result, gradient, 0.02)
+
+
+def test_inverse_root_beyond_the_least_damping() -> None:
+    """A column of length 1, by rounding: the inverse root stays bounded."""
+    V = np.zeros((*WIDE.shape[:-2], WIDE.size, WIDE.rank), "float32")
+    V[..., 0, 0] = 1.0
+    root = {"": tf.constant(V), "_scale": tf.ones([1, 1])}
+    matrix = tf.ones([WIDE.size, 2])
+    result = WIDE.divide_root(root, matrix, "left").numpy()
+    np.testing.assert_allclose(result[0], 2.0**11.5, rtol=1e-3)
+    np.testing.assert_array_equal(result[1:], 1.0)
 
 
 def test_products_in_half_precision() -> None:

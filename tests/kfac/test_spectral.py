@@ -184,6 +184,34 @@ def test_weights_without_a_gradient_do_not_move(
     assert np.abs(living).min() > 1e-6
 
 
+def test_rows_without_a_gradient_do_not_move() -> None:
+    """Gradients as rows (a, g); g is 0 where an example has no weight.
+
+    Used weights move on for some steps after their last gradient.
+    """
+    keras.utils.set_random_seed(0)
+    hidden = keras.layers.Dense(50, "relu")
+    model = keras.Sequential(
+        [keras.Input((60,)), hidden, keras.layers.Dense(CLASSES)]
+    )
+    kernel, bias = hidden.get_weights()
+    bias[7:39] = -1e3
+    hidden.set_weights([kernel, bias])
+    model.compile(tfkfac.KFAC(momentum=0.5), cross_entropy())
+    x, y = np.random.default_rng(0).normal(size=(16, 60)), np.arange(16) % 3
+    x[:, 5], x[8:, 6], x[:8, 7] = 0, 0, 0
+    weight = np.repeat([1.0, 0.0], 8)
+    before = hidden.kernel.numpy()
+    for weights in (weight, weight, 1 - weight):
+        model.train_on_batch(x, y, weights)
+        change, before = hidden.kernel.numpy() - before, hidden.kernel.numpy()
+        assert not change[5].any()
+        assert not change[:, 7:39].any()
+        is_last = weights[-1] == 1
+        assert change[7, :7].any() == is_last
+        assert change[6, :7].all()
+
+
 # ---------------------------------------------------------------- bad numbers
 X, Y = data()
 
@@ -309,15 +337,21 @@ def test_hint_at_inputs_far_from_unit_scale(capfd: Any, scale: float) -> None:
 
 # ---------------------------------------------------------------------- bytes
 def test_bytes_of_momenta() -> None:
-    """Momenta take twice the bytes of the weights, known before training."""
+    """Momenta take the bytes of the weights and of their row and column sizes.
+
+    They are known before training.
+    """
     model = compiled_mlp(step="spectral")
+    shapes = [(layer.input.shape[1], layer.units) for layer in model.layers]
+    extents = sum(inputs + 1 + outputs for inputs, outputs in shapes)
+    size = 4 * (model.count_params() + extents)
     for _ in range(2):
         sizes = model.optimizer.state_bytes()
-        assert sizes.pop("momenta") == 8 * model.count_params() == 424
+        assert sizes.pop("momenta") == size
         model.train_on_batch(X, Y)
     kept = [
         variable
         for block in state_of(model).preconditioners
         for variable in block.momentum.variables
     ]
-    assert sum(v.numpy().nbytes for v in kept) == 424
+    assert sum(v.numpy().nbytes for v in kept) == size

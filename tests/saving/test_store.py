@@ -301,14 +301,28 @@ def test_other_solver(saved: str, loaded: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [("natural", "spectral"), ("spectral", "natural")]
+    ("saved", "loaded"),
+    [
+        ({"step": "natural"}, {"step": "spectral"}),
+        ({"step": "spectral"}, {"step": "natural"}),
+        ({"step": "spectral", "solver": "eigen"}, {"step": "spectral"}),
+    ],
 )
-def test_other_step(saved: str, loaded: str) -> None:
-    """Factors are loaded; momenta and length of spectral steps are reset."""
-    state = state_of("hidden logits", step=saved)
-    optimizer = kfac_of(compiled_mlp(step=loaded))
+def test_other_step(saved: dict[str, str], loaded: dict[str, str]) -> None:
+    """Factors are loaded; momenta and length of spectral steps are reset.
+
+    Momenta are whitened by the roots of a solver.
+    """
+    state = state_of("hidden logits", **saved)
+    model = compiled_mlp(**loaded)
+    model.train_on_batch(X, Y)
+    optimizer = kfac_of(model)
     with pytest.warns(UserWarning, match="is reset"):
         optimizer.load_own_variables(state)
+    (kept,) = optimizer.method.states
+    for block in kept.preconditioners:
+        momenta = block.momentum.variables if block.momentum else []
+        assert not any(np.any(variable) for variable in momenta)
 
 
 def test_empty_state_changes_nothing() -> None:

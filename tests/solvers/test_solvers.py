@@ -84,6 +84,17 @@ class Bench:
         back = solver.apply_back(self.specs, parts, X)
         return np.asarray(X), np.asarray(back)
 
+    def whiten_anew(self, factors: dict[str, Array], damping: float) -> Array:
+        """Return `R^T W`, given that of the root of other factors."""
+        solver = make_solver(self.solver, by_roots=True)
+        gradient = MatrixGradient(tf.constant(self.W))
+        old, new = (
+            self.decompose(solver, values, damping, "float64")
+            for values in (self.random_factors({}), factors)
+        )
+        X = solver.apply(self.specs, old, gradient).matrix
+        return np.asarray(solver.change_root(self.specs, old, new, X))
+
     def decompose(
         self,
         solver: Solver,
@@ -184,6 +195,8 @@ def test_solution_of_the_damped_block(case: str, solver: str) -> None:
         # The root R: `R R^T` is the inverse, and W^T R R^T W = |R^T W|^2.
         X, P = bench.whiten(factors, damping)
         assert_close(P, want, 1e-9)
+        # From `R^T W` of one root to that of another.
+        assert_close(bench.whiten_anew(factors, damping), X, 1e-9)
         products = np.sum(bench.W * want, (-2, -1))
         assert_close(np.sum(X**2, (-2, -1)), products, 1e-9)
     # Factors of rank 1 without damping: the step is a descent direction.

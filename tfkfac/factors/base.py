@@ -299,6 +299,12 @@ class Factor(abc.ABC):
         # R is symmetric by default, so `back` has no effect.
         return self.multiply(root, matrix, side)
 
+    @abc.abstractmethod
+    def divide_root(
+        self, root: Tensors, matrix: tf.Tensor, side: Side
+    ) -> tf.Tensor:
+        """Invert `multiply_root`: return `R^-T W` or `W R^-1`."""
+
     # -------------------------------------------------------- solver="eigen"
     @abc.abstractmethod
     def eigen_parts(self) -> dict[str, Part]:

@@ -257,6 +257,19 @@ class LowRank(Factor):
         coordinates = _project(basis, matrix, side)
         return (matrix - _expand(basis, coordinates, side)) * inverse[_SCALE]
 
+    @override
+    def divide_root(
+        self, root: Tensors, matrix: tf.Tensor, side: Side
+    ) -> tf.Tensor:
+        # V has orthogonal columns of the squared lengths d:
+        # (I - V V^T)^-1 = I + V diag(1 / (1 - d)) V^T. The least damping keeps
+        # 1 - d above the bound, but rounding to bfloat16 does not.
+        V = root[""]
+        gaps = 1 - tf.reduce_sum(tf.square(V), -2, keepdims=True)
+        gaps = tf.maximum(gaps, math.sqrt(rounding(V.dtype)))
+        coordinates = _project(V, matrix, side)
+        return (matrix + _expand(V / gaps, coordinates, side)) / root[_SCALE]
+
     # -------------------------------------------------------- solver="eigen"
     @override
     def eigen_parts(self) -> dict[str, Part]:

@@ -112,6 +112,17 @@ class _Matrices(Factor, abc.ABC):
         return tf.cast(product, matrix.dtype)
 
     @override
+    def divide_root(
+        self, root: Tensors, matrix: tf.Tensor, side: Side
+    ) -> tf.Tensor:
+        R = tf.cast(root[""], matrix.dtype)
+        if side == "left":
+            return tf.linalg.triangular_solve(R, matrix, False, adjoint=True)
+        transposed = tf.linalg.matrix_transpose(matrix)
+        solved = tf.linalg.triangular_solve(R, transposed, False, adjoint=True)
+        return tf.linalg.matrix_transpose(solved)
+
+    @override
     def eigen_parts(self) -> dict[str, Part]:
         return {
             "": MatrixPart(self._shape),
@@ -239,6 +250,12 @@ class Diagonal(Factor):
     ) -> tf.Tensor:
         diagonal = inverse[""]
         return matrix * (diagonal[:, None] if side == "left" else diagonal)
+
+    @override
+    def divide_root(
+        self, root: Tensors, matrix: tf.Tensor, side: Side
+    ) -> tf.Tensor:
+        return self.multiply({"": 1 / root[""]}, matrix, side)
 
     @override
     def eigen_parts(self) -> dict[str, Part]:

@@ -191,19 +191,22 @@ def in_stages(
 _MIN_ROW_LIMIT = 16
 
 
-def with_rows(active: ActiveBlock, step: Step) -> ActiveBlock:
+def with_rows(
+    active: ActiveBlock, step: Step, has_product: bool
+) -> ActiveBlock:
     """Represent a gradient `W = a^T g` by (a, g) where that may be cheaper.
 
     For few rows, `(a A^-1)^T (g G^-1)` needs fewer multiplications than
     `A^-1 W G^-1`. W is then dropped from the step, so TensorFlow prunes its
     product; the applied gradient must be exactly this product (`is_product`).
-    Workers whose batches differ in size make the same choice.
+    Workers whose batches differ in size make the same choice. `has_product`:
+    see `most_rows`.
     """
     specs, records = active.block.factors, active.records
     workers = step.group.size
     if "A" not in specs or specs["G"].stack_shape or len(records) != 1:
         return active
-    limit, (record,) = most_rows(specs, workers), records
+    limit, (record,) = most_rows(specs, workers, has_product), records
     applied = [step.gradients[i] for i in active.indices]
     if limit < _MIN_ROW_LIMIT or not is_product(
         applied, record.inputs, record.gradient

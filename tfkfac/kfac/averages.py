@@ -15,7 +15,13 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks import Block, LayerGradient, MatrixGradient, Statistic
+from tfkfac.blocks import (
+    Block,
+    LayerGradient,
+    MatrixGradient,
+    RowGradient,
+    Statistic,
+)
 from tfkfac.blocks.registry import EXCLUDED, Leftover
 from tfkfac.capture.taps import NESTED
 from tfkfac.capture.walk import SKIPPED
@@ -205,20 +211,32 @@ class Decomposition(Slots, Member):
 
     @shared
     def replace(
-        self, parts: Tensors, damping: tf.Tensor, due: tf.Tensor
+        self,
+        parts: Tensors,
+        damping: tf.Tensor,
+        due: tf.Tensor,
+        momentum: "Momentum | None",
     ) -> tf.Tensor:
-        """Replace the decomposition if due and finite; True if it is finite."""
+        """Replace the decomposition if due and finite; True if it is finite.
+
+        The momentum is then whitened by the new root.
+        """
         combined = self.solver.combine(parts, damping)
         stored = {k: tf.cast(v, self._dtype) for k, v in combined.items()}
         finite = all_finite(list(stored.values()))
         accepted = tf.logical_and(finite, due)
-        for name, old in zip(self.names, self.tensors, strict=True):
-            old.assign(select(accepted, stored[name], old))
+        if momentum is not None:
+            X = tf.convert_to_tensor(momentum.value)
+            roots = self._stored(), self._stored(stored)
+            new = self.solver.change_root(self._block.factors, *roots, X)
+            momentum.value.assign(select(accepted, new, X))
+        for name, tensor in zip(self.names, self.tensors, strict=True):
+            tensor.assign(select(accepted, stored[name], tensor))
         return finite
 
-    def _stored(self) -> Tensors:
+    def _stored(self, tensors: Tensors | None = None) -> Tensors:
         """Return the stored tensors by name, in a dtype that solvers accept."""
-        tensors: Tensors = dict(zip(self.names, self.tensors, strict=True))
+        tensors = tensors or dict(zip(self.names, self.tensors, strict=True))
         # Keep bfloat16: solvers cast it where they need more precision.
         if self._dtype != tf.bfloat16:
             dtype = self._block.dtype
@@ -243,29 +261,29 @@ class Decomposition(Slots, Member):
         plain = MatrixGradient(matrix).scaled(scale)
         return plain.value, self.apply(plain).matrix
 
-    @shared
-    def whiten_momentum(self, momentum: "Momentum") -> tf.Tensor:
-        """Recompute the whitened momentum after an inverse update."""
-        plain = MatrixGradient(tf.convert_to_tensor(momentum.value))
-        momentum.whitened.assign(self.apply(plain).matrix)
-        return tf.constant(0)
-
 
 class Momentum(Slots, Member):
-    """Nesterov momentum of the gradient matrix of one block.
+    """Whitened Nesterov momentum of one block.
 
-    `M_t = mu M_{t-1} + W_t` with `M_0 = 0`. The variables hold `mu M` and
-    `mu R_A^T M R_G`. Between inverse updates, `R_A^T M R_G` is a sum of
-    `R_A^T W R_G`, which is cheap for few rows.
+    `M_t = mu M_{t-1} + W_t` with `M_0 = 0`. The variable holds
+    `mu R_A^T M R_G`, a sum of `R_A^T W R_G`. For few rows W is not computed.
+    The roots are needed to read it, so files have both in one section.
+
+    Attributes:
+        extents: Running maxima of the extents of W, which decay like M.
     """
 
-    held = ("value", "whitened")
+    held = ("value", "extents")
 
-    def __init__(self, block: Block) -> None:
-        super().__init__("momentum", spread=Spread.OWNED, section=SPECTRAL)
+    def __init__(self, block: Block, section: str) -> None:
+        super().__init__("momentum", spread=Spread.OWNED, section=section)
         shape, dtype = block.gradient_shape, block.dtype
-        self.value = self.slot("momentum", shape, dtype)
-        self.whitened = self.slot("whitened_momentum", shape, dtype)
+        *stack, rows, columns = shape
+        self.value = self.slot("whitened_momentum", shape, dtype)
+        self.extents = [
+            self.slot("row_extents", [*stack, rows], dtype),
+            self.slot("column_extents", [*stack, columns], dtype),
+        ]
 
     @property
     @override
@@ -274,26 +292,51 @@ class Momentum(Slots, Member):
 
     @shared
     def add(
-        self, matrix: tf.Tensor, whitened: tf.Tensor, decay: float
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Add W and `R_A^T W R_G`; return `N = W + mu M` and `R_A^T N R_G`."""
-        N = add_momentum(self.value, matrix, decay)
-        return N, add_momentum(self.whitened, whitened, decay)
+        self,
+        whitened: tf.Tensor,
+        extents: Sequence[tf.Tensor],
+        decay: float,
+    ) -> tuple[tf.Tensor, ...]:
+        """Add `R_A^T W R_G` and the extents of W.
+
+        Return `R_A^T N R_G` of `N = W + mu M`, and the extents of N.
+        """
+        totals = []
+        for maxima, new in zip(self.extents, extents, strict=True):
+            old = decay * tf.convert_to_tensor(maxima)
+            old = tf.where(old > 0, old, tf.zeros_like(old))  # NaN is 0
+            totals.append(tf.maximum(old, new))
+            maxima.assign(totals[-1])
+        return add_momentum(self.value, whitened, decay), *totals
 
 
-def clear_unused(direction: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
-    """Set a direction to zero where its gradient is zero.
+def extents(W: LayerGradient) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the largest absolute element of each row and column.
+
+    For a product `a^T g`, return bounds that are zero where the element is.
+    """
+    if isinstance(W, RowGradient):
+        a, g = tf.abs(W.a), tf.abs(W.g)
+        return (
+            tf.linalg.matvec(a, tf.reduce_max(g, -1), transpose_a=True),
+            tf.linalg.matvec(g, tf.reduce_max(a, -1), transpose_a=True),
+        )
+    sizes = tf.abs(W.matrix)
+    return tf.reduce_max(sizes, -1), tf.reduce_max(sizes, -2)
+
+
+def clear_unused(
+    direction: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor
+) -> tf.Tensor:
+    """Set a direction to zero where the extents of its gradient are zero.
 
     Columns below the rounding error count as zero, because orthogonalisation
     would make them long. Rows with only rounding errors (a bias before a
     normalisation) are kept: A mixes other rows of the gradient into them.
     """
-    sizes = tf.abs(gradient)
-    rows, columns = (
-        tf.reduce_max(sizes, axis, keepdims=True) for axis in (-1, -2)
-    )
-    floor = rounding(gradient.dtype) * tf.reduce_max(rows, -2, keepdims=True)
-    used = (rows > 0) & (columns > floor)
+    largest = tf.reduce_max(columns, -1, keepdims=True)
+    is_used = columns > rounding(columns.dtype) * largest
+    used = (rows > 0)[..., :, None] & is_used[..., None, :]
     return direction * tf.cast(used, direction.dtype)
 
 

@@ -119,7 +119,8 @@ class KFACMethod(Method):
         by_rows = self.placement.takes_rows and state.pending is None
         by_rows = by_rows and not in_xla()
         if by_rows and self._rule.takes_rows(step.group.size):
-            layers = [with_rows(layer, step) for layer in layers]
+            has_product = self._rule.has_product
+            layers = [with_rows(x, step, has_product) for x in layers]
         self._report_losses(step)
         if not self.job.terms_of(step.batch):
             is_passed = step.batch.value is not None

@@ -59,6 +59,7 @@ class Natural:
         title: Suffix of the title of the summary.
         summed_scalars: Number of scalars that `scalars` returns.
         without_loss: Sentence of the warning where the loss is unknown.
+        has_product: True if `<P, W>` of row gradients is computed.
         extra_scalars: Number of scalars sent with each direction.
         dense_limit: Limit of the factors of dense layers at the default
             `max_factor_dim`. None for that of other layers.
@@ -71,6 +72,7 @@ class Natural:
         "short or too long."
     )
     has_momenta = False
+    has_product = True
     extra_scalars = 0
     excluded_blocks: tuple[type[Block], ...] = ()
     dense_limit: Limit | None = None

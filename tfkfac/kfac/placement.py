@@ -435,14 +435,6 @@ class Placement:
             for factor in block.factors.values()
         )
 
-    def momentum_bytes(self, rank: int) -> int:
-        """Bytes of a worker's momenta, plain and whitened."""
-        return sum(
-            2 * math.prod(block.gradient_shape) * block.dtype.size
-            for i, block in enumerate(self.blocks)
-            if self.plan.preconditions(rank, i)
-        )
-
     def communication_bytes(
         self, rank: int, gradient_bytes: int
     ) -> dict[str, dict[str, int]]:

@@ -34,8 +34,10 @@ from tfkfac.compat.optimizers import variable_key
 from tfkfac.factors import Limit
 from tfkfac.kfac.active import ActiveBlock, output_layer
 from tfkfac.kfac.averages import (
+    Momentum,
     PlainMatrix,
     clear_unused,
+    extents,
     plain_bytes,
     plain_matrices,
 )
@@ -56,6 +58,7 @@ from tfkfac.kfac.scales import Moments
 from tfkfac.kfac.state import HINT_STEP, State, StepReport
 from tfkfac.linalg.polar import polar_factors
 from tfkfac.linalg.tensors import all_finite, are_finite, select, stack_scalars
+from tfkfac.saving.slots import planned
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
 
@@ -89,6 +92,7 @@ class Spectral(Natural):
         "`optimizer.scale_loss` under the tape."
     )
     has_momenta = True
+    has_product = False
     extra_scalars = 1  # |Q|^2 of each block
     # Exclude embedding tables: few examples use a row, but an orthogonalised
     # step would move all rows by the same length.
@@ -207,8 +211,12 @@ class Spectral(Natural):
 
     @override
     def bytes(self, placement: Placement, rank: int) -> dict[str, int]:
-        plain = plain_bytes(placement.registry.leftovers)
-        return {"momenta": placement.momentum_bytes(rank) + plain}
+        total = plain_bytes(placement.registry.leftovers)
+        with planned():
+            for i, block in enumerate(placement.blocks):
+                if placement.plan.preconditions(rank, i):
+                    total += Momentum(block, "").bytes
+        return {"momenta": total}
 
 
 def fit_outputs(gradients: Gradients, step: Step, state: State) -> Gradients:
@@ -266,7 +274,7 @@ def orthogonalize(
     if not layers:
         return []
     layers = sorted(layers, key=lambda layer: layer.rows is None)
-    plain: list[tf.Tensor] = []
+    plain: list[LayerGradient] = []
     sent: dict[int, list[tf.Tensor]] = {}
     computed: list[tf.Tensor] = []
     for chunk in chunks(layers, _CHUNK_ELEMENTS):
@@ -300,28 +308,30 @@ def chunks(
 
 def _orthogonalize(
     layers: Sequence[ActiveBlock], step: Step, momentum: float
-) -> tuple[list[tf.Tensor], dict[int, list[tf.Tensor]]]:
+) -> tuple[list[LayerGradient], dict[int, list[tf.Tensor]]]:
     """Return W of all blocks; D and `|Q|^2` by position where stored here."""
     by_rows = [layer for layer in layers if layer.rows is not None]
     dense_layers = [layer for layer in layers if layer.rows is None]
-    pairs = zip(
-        row_pairs(by_rows, step), matrix_pairs(dense_layers, step), strict=True
+    rows = [scale_rows(layer, step) for layer in by_rows]
+    matrices, whitened = matrix_pairs(dense_layers, step)
+    plain = [*rows, *map(MatrixGradient, matrices)]
+    by_gradient = apply_cheaper(
+        lambda layer, W: (layer.precondition(W),), by_rows, rows
     )
-    plain, whitened = ([*rows, *matrices] for rows, matrices in pairs)
-    local: list[tuple[ActiveBlock, tf.Tensor, tf.Tensor]] = []
+    whitened = [*(X.matrix for (X,) in by_gradient), *whitened]
+    local: list[tuple[ActiveBlock, tf.Tensor, list[tf.Tensor]]] = []
     for layer, W, X in zip(layers, plain, whitened, strict=True):
         if layer.state.momentum is not None and X is not None:
-            N, X = layer.state.momentum.add(W, X, momentum)
-            for matrix in (N, X):
-                matrix.set_shape(layer.block.gradient_shape)
-            local.append((layer, N, X))
-    local_Q = orthogonal_factors([X for _, _, X in local])
+            X, *sizes = layer.state.momentum.add(X, extents(W), momentum)
+            X.set_shape(layer.block.gradient_shape)
+            local.append((layer, X, sizes))
+    local_Q = orthogonal_factors([X for _, X, _ in local])
     results = {}
-    for (layer, N, _), Q in zip(local, local_Q, strict=True):
+    for (layer, _, sizes), Q in zip(local, local_Q, strict=True):
         assert layer.state.decomposition is not None
         D = layer.state.decomposition.apply_back(Q)
         results[layer.position] = list(
-            shared_call("size", _with_size, D, Q, N, any_size=True)
+            shared_call("size", _with_size, D, Q, *sizes, any_size=True)
         )
     return plain, results
 
@@ -336,27 +346,18 @@ def orthogonal_factors(matrices: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     )
 
 
-def row_pairs(
-    layers: Sequence[ActiveBlock], step: Step
-) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Return W and `R_A^T W R_G` of blocks with rows, as matrices."""
-
-    def matrices(layer: ActiveBlock, W: LayerGradient) -> tuple[Any, ...]:
-        return layer.precondition(W), W.matrix
-
-    rows = [scale_rows(layer, step) for layer in layers]
-    results = apply_cheaper(matrices, layers, rows)
-    return [W for _, W in results], [X.matrix for X, _ in results]
-
-
 def _with_size(
-    D: tf.Tensor, Q: tf.Tensor, N: tf.Tensor
+    D: tf.Tensor, Q: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Scale D to the RMS `RMS`, and Q likewise; return D and `|Q|^2`."""
-    D = clear_unused(D, N)
-    norm = tf.norm(D)
+    """Scale D to the RMS `RMS`, and Q likewise; return D and `|Q|^2`.
+
+    `rows` and `columns` are the extents of N.
+    """
+    D = clear_unused(D, rows, columns)
+    # `l2_loss` has no temporary tensor of squares.
+    norm = tf.sqrt(2 * tf.nn.l2_loss(D))
     scale = tf.math.divide_no_nan(_unit_norm(D), norm)
-    square = tf.square(scale) * tf.reduce_sum(tf.square(Q))
+    square = tf.square(scale) * 2 * tf.nn.l2_loss(Q)
     # Add NaN for an infinite D, whose scale is 0.
     return D * scale, square + 0 * norm
 
@@ -368,7 +369,7 @@ def _unit_norm(matrix: tf.Tensor) -> tf.Tensor:
 
 def _check_directions(
     layers: Sequence[ActiveBlock],
-    plain: Sequence[tf.Tensor],
+    plain: Sequence[LayerGradient],
     shared: Sequence[Sequence[tf.Tensor]],
 ) -> list[Preconditioned]:
     """Replace invalid directions; `shared` has (D, `|Q|^2`) per block."""
@@ -378,7 +379,12 @@ def _check_directions(
     def replace() -> list[list[tf.Tensor]]:
         return [
             shared_call(
-                "direction", _replace_direction, flag, W, *pair, any_size=True
+                "direction",
+                _replace_direction,
+                flag,
+                W.matrix,
+                *pair,
+                any_size=True,
             )
             for flag, W, pair in zip(flags, plain, shared, strict=True)
         ]
@@ -439,7 +445,7 @@ def plain_directions(
 
 def _plain_direction(Q: tf.Tensor, N: tf.Tensor) -> tf.Tensor:
     """Return a direction of the root mean square `RMS`; zero if not finite."""
-    D, square = _with_size(Q, Q, N)
+    D, square = _with_size(Q, Q, *extents(MatrixGradient(N)))
     return select(tf.math.is_finite(square), D, tf.zeros_like(D))
 
 

@@ -66,7 +66,8 @@ class Preconditioner(Tracked):
                 self.factors = FactorAverages(block, names)
             if preconditions:
                 self.decomposition = Decomposition(solver, block, inverse_dtype)
-                self.momentum = Momentum(block) if has_momentum else None
+                if has_momentum:
+                    self.momentum = Momentum(block, solver.section)
 
     def entries(self) -> list[Entry]:
         """Return the checkpoint entries, under the block's current path."""
@@ -234,10 +235,8 @@ class State(Tracked):
             decomposition = preconditioner.decomposition
             if decomposition is not None:
                 finite[i] = decomposition.replace(
-                    tensors, dampings[i], due_list[i]
+                    tensors, dampings[i], due_list[i], preconditioner.momentum
                 )
-                if preconditioner.momentum is not None:
-                    decomposition.whiten_momentum(preconditioner.momentum)
         count_each(
             due & ~counters.flags(finite),
             counters.failures,

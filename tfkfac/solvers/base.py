@@ -131,6 +131,15 @@ class Solver(abc.ABC):
         """
         raise NotImplementedError
 
+    def change_root(
+        self, factors: Factors, old: Tensors, new: Tensors, matrix: tf.Tensor
+    ) -> tf.Tensor:
+        """Return `R^T M` for the root R in `new`, given that for `old`.
+
+        For `by_roots` only. By default it is returned unchanged.
+        """
+        return matrix
+
 
 def with_prefix(name: str, parts: Mapping[str, T]) -> dict[str, T]:
     """Prefix each key, which is a suffix, with the name of the factor."""
@@ -146,7 +155,7 @@ def of_factor(name: str, tensors: Tensors) -> dict[str, tf.Tensor]:
     }
 
 
-def most_rows(factors: Factors, workers: int) -> int:
+def most_rows(factors: Factors, workers: int, has_product: bool = True) -> int:
     """Return the number of rows up to which a row gradient is cheaper.
 
     Let a block have `N` rows, `n` inputs and `m` outputs. The product of a
@@ -156,11 +165,14 @@ def most_rows(factors: Factors, workers: int) -> int:
       workers, which sum their matrices, `N n m` for `<P, W>`
     - matrix gradient: `p m + q n`
 
-    Forming `a^T g` costs the same in both cases.
+    Forming `a^T g` costs the same in both cases. Without `has_product`, P is
+    needed as a matrix, and neither W nor `<P, W>` is.
     """
     a, g = factors["A"], factors["G"]
     n, m, p, q = a.size, g.size, a.multiplications, g.multiplications
     matrix = p * m + q * n
+    if not has_product:
+        return matrix // (p + q)
     if workers > 1:
         return matrix // (p + q + n * m)
     discriminant_root = math.sqrt((p + q) ** 2 + 4 * (n + m) * matrix)

@@ -84,6 +84,14 @@ class EigenSolver(Solver):
         gradient = MatrixGradient(matrix)
         return self.apply(factors, decomposition, gradient).matrix
 
+    @override
+    def change_root(
+        self, factors: Factors, old: Tensors, new: Tensors, matrix: tf.Tensor
+    ) -> tf.Tensor:
+        inverse = {**old, "D": 1 / tf.cast(old["D"], matrix.dtype)}
+        matrix = self.apply_back(factors, inverse, matrix)
+        return self.apply(factors, new, MatrixGradient(matrix)).matrix
+
 
 def outer_part(parts: Mapping[str, Part]) -> dict[str, Part]:
     """Return the spec of `D`, with shape `(..., inputs, outputs)`."""

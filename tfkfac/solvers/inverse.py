@@ -84,6 +84,15 @@ class InverseSolver(Solver):
                 matrix = times(name, matrix, side, back=True)
         return matrix
 
+    @override
+    def change_root(
+        self, factors: Factors, old: Tensors, new: Tensors, matrix: tf.Tensor
+    ) -> tf.Tensor:
+        for name, factor in factors.items():
+            root = factor.for_products(of_factor(name, old), matrix.dtype)
+            matrix = factor.divide_root(root, matrix, SIDES[name])
+        return self.apply(factors, new, MatrixGradient(matrix)).matrix
+
     def _times(
         self,
         factors: Factors,
