@@ -29,7 +29,8 @@ class Solver(abc.ABC):
 
     Spectral steps need a root R of the preconditioner, `R R^T`. Then `apply`
     transforms a gradient W by `R^T`, and `apply_back` a direction by `R`. For
-    Kronecker factors these are `R_A^T W R_G` and `R_A Q R_G^T`.
+    Kronecker factors these are `R_A^T W R_G` and `R_A Q R_G^T`. `change_root`
+    converts the momentum, a sum of results of `apply`, at an inverse update.
 
     Args:
         name: Registered name, also the name of the section in saved state.
