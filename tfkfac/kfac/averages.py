@@ -15,20 +15,14 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks import (
-    Block,
-    LayerGradient,
-    MatrixGradient,
-    RowGradient,
-    Statistic,
-)
+from tfkfac.blocks import Block, LayerGradient, MatrixGradient, Statistic
 from tfkfac.blocks.registry import EXCLUDED, Leftover
 from tfkfac.capture.taps import NESTED
 from tfkfac.capture.walk import SKIPPED
 from tfkfac.compat.functions import Member, TraceKey, shared, when
 from tfkfac.factors import Factor, Tensors, trace_key
 from tfkfac.fisher.types import Statistics
-from tfkfac.linalg.tensors import all_finite, rounding, select
+from tfkfac.linalg.tensors import all_finite, select
 from tfkfac.saving.entries import Read, Spread
 from tfkfac.saving.slots import Slots
 from tfkfac.solvers import Solver
@@ -308,36 +302,6 @@ class Momentum(Slots, Member):
             totals.append(tf.maximum(old, new))
             maxima.assign(totals[-1])
         return add_momentum(self.value, whitened, decay), *totals
-
-
-def extents(W: LayerGradient) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the largest absolute element of each row and column.
-
-    For a product `a^T g`, return bounds that are zero where the element is.
-    """
-    if isinstance(W, RowGradient):
-        a, g = tf.abs(W.a), tf.abs(W.g)
-        return (
-            tf.linalg.matvec(a, tf.reduce_max(g, -1), transpose_a=True),
-            tf.linalg.matvec(g, tf.reduce_max(a, -1), transpose_a=True),
-        )
-    sizes = tf.abs(W.matrix)
-    return tf.reduce_max(sizes, -1), tf.reduce_max(sizes, -2)
-
-
-def clear_unused(
-    direction: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor
-) -> tf.Tensor:
-    """Set a direction to zero where the extents of its gradient are zero.
-
-    Columns below the rounding error count as zero, because orthogonalisation
-    would make them long. Rows with only rounding errors (a bias before a
-    normalisation) are kept: A mixes other rows of the gradient into them.
-    """
-    largest = tf.reduce_max(columns, -1, keepdims=True)
-    is_used = columns > rounding(columns.dtype) * largest
-    used = (rows > 0)[..., :, None] & is_used[..., None, :]
-    return direction * tf.cast(used, direction.dtype)
 
 
 def add_momentum(

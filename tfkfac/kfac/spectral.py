@@ -27,7 +27,7 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks import LayerGradient, MatrixGradient
+from tfkfac.blocks import LayerGradient, MatrixGradient, RowGradient
 from tfkfac.blocks.registry import Registry
 from tfkfac.compat.functions import shared_call, when
 from tfkfac.compat.optimizers import variable_key
@@ -36,8 +36,6 @@ from tfkfac.kfac.active import ActiveBlock, output_layer
 from tfkfac.kfac.averages import (
     Momentum,
     PlainMatrix,
-    clear_unused,
-    extents,
     plain_bytes,
     plain_matrices,
 )
@@ -57,7 +55,13 @@ from tfkfac.kfac.placement import Exchange, Placement
 from tfkfac.kfac.scales import Moments
 from tfkfac.kfac.state import HINT_STEP, State, StepReport
 from tfkfac.linalg.polar import polar_factors
-from tfkfac.linalg.tensors import all_finite, are_finite, select, stack_scalars
+from tfkfac.linalg.tensors import (
+    all_finite,
+    are_finite,
+    rounding,
+    select,
+    stack_scalars,
+)
 from tfkfac.saving.slots import planned
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
@@ -344,6 +348,36 @@ def orthogonal_factors(matrices: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         *matrices,
         placed=True,  # oneDNN kernels are faster for batched products
     )
+
+
+def extents(W: LayerGradient) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the largest absolute element of each row and column.
+
+    For a product `a^T g`, return bounds that are zero where the element is.
+    """
+    if isinstance(W, RowGradient):
+        a, g = tf.abs(W.a), tf.abs(W.g)
+        return (
+            tf.linalg.matvec(a, tf.reduce_max(g, -1), transpose_a=True),
+            tf.linalg.matvec(g, tf.reduce_max(a, -1), transpose_a=True),
+        )
+    sizes = tf.abs(W.matrix)
+    return tf.reduce_max(sizes, -1), tf.reduce_max(sizes, -2)
+
+
+def clear_unused(
+    direction: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor
+) -> tf.Tensor:
+    """Set a direction to zero where the extents of its gradient are zero.
+
+    Columns below the rounding error count as zero, because orthogonalisation
+    would make them long. Rows with only rounding errors (a bias before a
+    normalisation) are kept: A mixes other rows of the gradient into them.
+    """
+    largest = tf.reduce_max(columns, -1, keepdims=True)
+    is_used = columns > rounding(columns.dtype) * largest
+    used = (rows > 0)[..., :, None] & is_used[..., None, :]
+    return direction * tf.cast(used, direction.dtype)
 
 
 def _with_size(
