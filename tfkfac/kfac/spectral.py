@@ -101,8 +101,9 @@ class Spectral(Natural):
     # Exclude embedding tables: few examples use a row, but an orthogonalised
     # step would move all rows by the same length.
     excluded_blocks = TABLES
-    # A third less time of a step at 512 to 1,000 units, with the same loss.
-    # Convolutions train worse with sketches of factors of 145 to 577 rows.
+    # CPU time of a step over SGD's: 3.6 in place of 5.3 (784-512-512-10). After
+    # 480 steps of a wide MLP the training loss is 11 % higher, the held-out
+    # loss equal (3 seeds). Convolutions train worse with such sketches.
     dense_limit = Limit(127, 32)
 
     @property
