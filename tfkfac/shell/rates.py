@@ -70,9 +70,10 @@ class ScheduledOptimizer(KerasOptimizer):
         self.bind_schedules()
 
     def check_rate(self, rate: Any) -> None:
-        """Check a rate that is set, see `RateCheck`; None at the end of `fit`.
+        """Warn of a rate of Adam's size. No check by default.
 
-        No check by default.
+        Args:
+            rate: The rate that is set; None at the end of `fit`.
         """
 
     @property
