@@ -281,6 +281,22 @@ def test_gradients_whose_squares_underflow(scale: float) -> None:
     assert np.any(goes[0]) == (1e-20 < scale < 1e20)
 
 
+def test_a_gradient_that_overflows_is_forgotten(tmp_path: Any) -> None:
+    """Finite, but not after the division by the unit of the labels."""
+    model = mlp()
+    model.compile(tfkfac.KFAC(), "mse")
+    y = 1e-3 * np.eye(CLASSES)[Y]
+    model.train_on_batch(X, y)
+    model.train_on_batch(np.where(np.arange(len(X)) == 3, 5e18, X.T).T, y)
+    assert int(model.optimizer.skipped_steps) == 0
+    before = model.get_weights()
+    model.train_on_batch(X, y)
+    for new, old in zip(model.get_weights(), before, strict=True):
+        assert np.any(new != old)
+    model.save(tmp_path / "model.keras")
+    keras.models.load_model(tmp_path / "model.keras").train_on_batch(X, y)
+
+
 # ------------------------------------------------------- losses of a loop
 def own_steps(optimizer: Any, scale: Any = None, steps: int = 3) -> Any:
     """A model after steps of a loop that does not call `compute_loss`."""

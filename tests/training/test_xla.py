@@ -85,7 +85,7 @@ def tokens() -> Any:
 NETWORKS: dict[str, Callable[[], Any]] = {
     # More rows than sample weights.
     "sequence": lambda: network((3, 2), layers.Dense(3), layers.Flatten()),
-    # Preconditioned as rows (a, g).
+    # Without XLA, preconditioned as rows (a, g).
     "rows": lambda: network((40,), layers.Dense(32, "tanh")),
     "images": lambda: network(
         (5, 5, 2),
@@ -188,6 +188,40 @@ def test_inverses_are_those_of_the_step_before(
     want = by_definition(start, steps, inner=inner, is_late=True, **options)
     got = {"start": start, "weights": model.get_weights()}
     training.assert_close(got, want)
+
+
+class Halves(keras.Model):
+    """Trains one of two layers, by `compile`'s or an own optimizer."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.first, self.last = layers.Dense(2), layers.Dense(2, name="last")
+        self.own = own
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.first(x))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            value = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        weights = self.last.trainable_variables
+        optimizer = self.own or self.optimizer
+        optimizer.apply(tape.gradient(value, weights), weights)
+        return {"error": value}
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+@pytest.mark.parametrize("is_used", [True, False])
+def test_steps_without_a_gradient_of_a_block(is_used: bool) -> None:
+    own = None if is_used else keras.optimizers.SGD(0.1)
+    model = Halves(own)
+    x = np.ones((8, 2), "float32")
+    if is_used:
+        model(x)
+    model.compile(tfkfac.KFAC(skip_layers="last"), "mse", jit_compile=True)
+    history = model.fit(x, 3 * x, epochs=3, verbose=0).history["error"]
+    assert history[-1] < history[0]
 
 
 @pytest.mark.usefixtures("pretended_gpu")

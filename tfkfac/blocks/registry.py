@@ -179,7 +179,7 @@ def _blocks_of(
                 f"{block_class.__name__}, needs: {error}. See "
                 "`tfkfac.register_block`."
             ) from error
-        limit = limits[isinstance(block, (DenseBlock, EinsumDenseBlock))]
+        limit = limits[type(block) in (DenseBlock, EinsumDenseBlock)]
         block.limit = limit
         if not block.variables:
             continue

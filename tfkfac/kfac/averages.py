@@ -223,6 +223,8 @@ class Decomposition(Slots, Member):
             X = tf.convert_to_tensor(momentum.value)
             roots = self._stored(), self._stored(stored)
             new = self.solver.change_root(self._block.factors, *roots, X)
+            is_valid = tf.cast(all_finite([new]), new.dtype)
+            new = tf.math.multiply_no_nan(new, is_valid)
             momentum.value.assign(select(accepted, new, X))
         for name, tensor in zip(self.names, self.tensors, strict=True):
             tensor.assign(select(accepted, stored[name], tensor))
@@ -297,10 +299,11 @@ class Momentum(Slots, Member):
         """
         totals = []
         for maxima, new in zip(self.extents, extents, strict=True):
-            old = decay * tf.convert_to_tensor(maxima)
-            old = tf.where(old > 0, old, tf.zeros_like(old))  # NaN is 0
-            totals.append(tf.maximum(old, new))
-            maxima.assign(totals[-1])
+            total = tf.maximum(decay * maxima, new)
+            totals.append(total)
+            # Forget an overflow, as `add_momentum` does.
+            is_finite = tf.math.is_finite(total)
+            maxima.assign(tf.where(is_finite, total, tf.zeros_like(total)))
         return add_momentum(self.value, whitened, decay), *totals
 
 

@@ -54,9 +54,9 @@ from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
 
 _RULES = {"natural": Natural, "spectral": Spectral}
-# Rank of the approximation of a factor with more than `max_factor_dim` rows. At
-# a limit of 640, this saves 90 % of the elements.
-FACTOR_RANK = 64
+# Default of `max_factor_dim`, and rank of the approximation of a factor with
+# more rows. It saves 90 % of the elements of a factor of 640 rows.
+MOST_ROWS, FACTOR_RANK = 640, 64
 
 
 class KFACMethod(Method):
@@ -81,6 +81,7 @@ class KFACMethod(Method):
         self._advised: set[str] = set()
         # True while Keras traces or calls a step that XLA compiles.
         self._defers_inverses = False
+        self._deferred: set[int] = set()  # blocks with inverses after the step
         self._choice: Choice | None = None
         self._loss_lines: list[str] = []
 
@@ -350,6 +351,8 @@ class KFACMethod(Method):
         blocks after the other. Of a step that XLA compiles, this runs after
         the step, with TensorFlow's decompositions: XLA's are many times slower.
         """
+        if not layers:
+            return tf.constant(False)
         state, counters = self._state, self._state.counters
         dampings = {layer.position: layer.damping(damping) for layer in layers}
         of_groups = [groups_due[i] for i in self.placement.schedule_groups]
@@ -357,6 +360,7 @@ class KFACMethod(Method):
         due &= (counters.observed > 0) & step.finite
         due &= tf.constant([i in dampings for i in range(len(of_groups))])
         if self._defers_inverses and in_xla():
+            self._deferred.update(dampings)
             state.defer(due, dampings)
         else:
             self.decompose(due, dampings, step.group)
@@ -398,16 +402,22 @@ class KFACMethod(Method):
             results = below(data)
         finally:
             self._defers_inverses = False
-        self.job.model.distribute_strategy.run(self._decompose_deferred)
+        if self._deferred:
+            self.job.model.distribute_strategy.run(self._decompose_deferred)
         return results
 
     def _decompose_deferred(self) -> None:
         """Recompute the inverses that became due in a compiled step."""
-        counters = self._state.counters
-        due = counters.deferred > 0
-        counters.deferred.assign(tf.zeros_like(counters.deferred))
-        dampings = dict(enumerate(tf.unstack(counters.dampings.value())))
-        self.decompose(due, dampings, self.job.group("inverses"))
+        counters, group = self._state.counters, self.job.group("inverses")
+
+        def decompose_deferred() -> None:
+            due = counters.deferred > 0
+            dampings = tf.unstack(counters.dampings.value())
+            positions = sorted(self._deferred)
+            self.decompose(due, {i: dampings[i] for i in positions}, group)
+            counters.deferred.assign(tf.zeros_like(counters.deferred))
+
+        when(tf.reduce_any(counters.deferred > 0), decompose_deferred)
 
     # --------------------------------------------------- binding and state
     @override
@@ -432,11 +442,12 @@ class KFACMethod(Method):
         if self._placement is None:
             trace_nested_calls(self.job.model)
             size: Any = self.settings.max_factor_dim
+            rows = MOST_ROWS if size == AUTO else size
             registry = build_registry(
                 self.job.model,
                 self.settings.skip_layers,
                 self.settings.only_layers,
-                Limit(640 if size == AUTO else size, FACTOR_RANK),
+                Limit(rows, FACTOR_RANK),
                 self._rule.excluded_blocks,
                 self._rule.dense_limit if size == AUTO else None,
             )

@@ -111,9 +111,10 @@ class KFAC(SecondOrderOptimizer):
             where s is the learning rate and r the factor of the length in
             `last_step`. With natural-gradient steps, and for the weights of
             the default `rest_optimizer`, `w -= rate * weight_decay * w`, with
-            the rate of the optimizer that trains them. Another
-            `rest_optimizer` keeps its own. Biases, norm scales and offsets do
-            not decay, nor do weights that `exclude_from_weight_decay` names.
+            the rate of the optimizer that trains them. Biases, norm scales and
+            offsets do not decay, nor do weights that
+            `exclude_from_weight_decay` names. Another `rest_optimizer` has a
+            decay and exclusions of its own.
             Leave it out with an `inner_optimizer` that has its own. None is
             no decay. Defaults to None.
         step: "natural" preconditions the gradient, limits its length by

@@ -140,7 +140,7 @@ class Spectral(Natural):
 
     @override
     def takes_rows(self, workers: int) -> bool:
-        # Several workers all-reduce W as a matrix, which the momentum needs.
+        # Several workers all-reduce W as a matrix.
         return workers == 1
 
     @override
@@ -354,7 +354,7 @@ def orthogonal_factors(matrices: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 def extents(W: LayerGradient) -> tuple[tf.Tensor, tf.Tensor]:
     """Return the largest absolute element of each row and column.
 
-    For a product `a^T g`, return bounds that are zero where the element is.
+    For a product `a^T g`, return bounds that are zero if all products are.
     """
     if isinstance(W, RowGradient):
         a, g = tf.abs(W.a), tf.abs(W.g)
