@@ -263,7 +263,7 @@ class Momentum(Slots, Member):
 
     `M_t = mu M_{t-1} + W_t` with `M_0 = 0`. The variable holds
     `mu R_A^T M R_G`, a sum of `R_A^T W R_G`. For few rows W is not computed.
-    The roots are needed to read it, so files have both in one section.
+    The roots are needed to read it, so files contain both in one section.
 
     Attributes:
         extents: Running maxima of the extents of W, which decay like M.

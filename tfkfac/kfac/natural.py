@@ -14,7 +14,7 @@ from tfkfac.blocks import Block, LayerGradient, MatrixGradient, RowGradient
 from tfkfac.blocks.embedding import EmbeddingBlock, PositionEmbeddingBlock
 from tfkfac.blocks.registry import Registry
 from tfkfac.compat.functions import shared_call, when
-from tfkfac.compat.graphs import replica_copy
+from tfkfac.compat.models import replica_variable
 from tfkfac.compat.optimizers import is_decayed, knows_variable
 from tfkfac.factors import Limit
 from tfkfac.kfac.active import ActiveBlock
@@ -148,7 +148,7 @@ class Natural:
         if self.weight_decay:
             rate = step.job.inner_optimizer.learning_rate
             for i in decayed(gradients, step):
-                w = replica_copy(step.variables[i].value)
+                w = replica_variable(step.variables[i])
                 w.assign_sub(tf.cast(rate * self.weight_decay, w.dtype) * w)
         return gradients
 

@@ -135,9 +135,9 @@ class Solver(abc.ABC):
     def change_root(
         self, factors: Factors, old: Tensors, new: Tensors, matrix: tf.Tensor
     ) -> tf.Tensor:
-        """Return `R^T M` for the root R in `new`, given that for `old`.
+        """Convert `R^T M` from the root R in `old` to that in `new`.
 
-        For `by_roots` only. By default it is returned unchanged.
+        For solvers `by_roots` only. Without it, the matrix is not converted.
         """
         return matrix
 
