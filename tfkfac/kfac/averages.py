@@ -299,11 +299,12 @@ class Momentum(Slots, Member):
         """
         totals = []
         for maxima, new in zip(self.extents, extents, strict=True):
-            total = tf.maximum(decay * maxima, new)
-            totals.append(total)
-            # Forget an overflow, as `add_momentum` does.
-            is_finite = tf.math.is_finite(total)
-            maxima.assign(tf.where(is_finite, total, tf.zeros_like(total)))
+            old = decay * tf.convert_to_tensor(maxima)
+            # Forget NaN and overflow, as `add_momentum` does.
+            old = tf.where(tf.math.is_finite(old), old, tf.zeros_like(old))
+            totals.append(tf.maximum(old, new))
+            is_finite = tf.math.is_finite(totals[-1])
+            maxima.assign(tf.where(is_finite, totals[-1], tf.zeros_like(old)))
         return add_momentum(self.value, whitened, decay), *totals
 
 
