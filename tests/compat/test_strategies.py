@@ -6,7 +6,6 @@ import functools
 import itertools
 import signal
 import traceback
-import types
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from tensorflow.python.eager import context
 
 from tests.compat.contracts import contract
 from tests.support.cluster import run
@@ -27,7 +25,6 @@ from tfkfac.compat.strategies import (
     local_devices,
     order_by_replica,
     repair,
-    silent_workers,
     summing_replicas,
     uses_ring,
 )
@@ -463,28 +460,6 @@ def test_keep_handler() -> None:
         assert seen == [signal.SIGUSR2]
     finally:
         signal.signal(signal.SIGUSR2, before)
-
-
-def test_silent_workers_after_a_chief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chief is worker 0; tasks of other errors are not silent."""
-    jobs = [
-        types.SimpleNamespace(name=name, num_tasks=count)
-        for name, count in (("chief", 1), ("worker", 3))
-    ]
-    config = types.SimpleNamespace(coordinated_job_list=jobs)
-    monkeypatch.setattr(
-        context.context(), "_coordination_service_config", config
-    )
-    reported = (
-        "Error reported from /job:worker/task:1: {}\n\nThe tasks have crashed."
-    )
-    silent = (
-        "The following tasks are unhealthy (stopped sending heartbeats):\n"
-        "/job:worker/replica:0/task:1\n/job:chief/replica:0/task:0"
-    )
-    for text, workers in {silent: [0, 2], "no disk": []}.items():
-        error = tf.errors.UnavailableError(None, None, reported.format(text))
-        assert silent_workers(error) == workers
 
 
 @contract(

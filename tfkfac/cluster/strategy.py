@@ -12,7 +12,6 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.checks import is_number
-from tfkfac.cluster.channel import Channel, Connection
 from tfkfac.cluster.config import (
     EVALUATOR,
     Cluster,
@@ -20,11 +19,13 @@ from tfkfac.cluster.config import (
     read_tf_config,
     split_address,
 )
+from tfkfac.cluster.events import EventLog
 from tfkfac.cluster.launchers import KERAS, find_cluster
 from tfkfac.cluster.rendezvous import wait_for_all
 from tfkfac.cluster.stopping import Stopping
 from tfkfac.cluster.waiting import print_line
 from tfkfac.cluster.watch import StallDetector, Watch
+from tfkfac.compat import coordination
 from tfkfac.compat.data import global_seed
 from tfkfac.compat.strategies import (
     call_unconverted,
@@ -86,10 +87,11 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             it.
         ValueError: If `TF_CONFIG` or the resolver is malformed or has
             parameter servers; if the launcher does not provide all settings;
-            if a variable of another launcher counts several processes; or if
+            if a variable of another launcher counts several processes; if
             worker 0 refuses this process, because it has other workers,
             another job or secret (environment variable `TFKFAC_SECRET`), or
-            the index of another process.
+            the index of another process; or if this process has created a
+            strategy of several workers before.
 
     Example:
     ```python
@@ -107,6 +109,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     ```
     """
 
+    _is_created = False  # a strategy of several workers, in this process
     # None if there is one worker.
     watch: Watch | None = None
     stopping: Stopping | None = None
@@ -130,9 +133,16 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         )
         settings = {name: value for name, value in values if value is not None}
         cluster, resolver = _find_cluster(cluster_resolver, settings)
-        connections: dict[int, Connection] = {}
+        size = 1 if cluster is None else len(cluster.addresses)
+        if size > 1 and MultiWorkerMirroredStrategy._is_created:
+            raise ValueError(
+                "A process can create one `MultiWorkerMirroredStrategy` of "
+                "several workers: TensorFlow's collectives would fail with "
+                "another one. Use the first strategy again, or restart all "
+                "processes."
+            )
         if cluster is not None:
-            cluster, connections, seed = wait_for_all(cluster, start_timeout)
+            cluster, seed = wait_for_all(cluster, start_timeout)
             if seed is not None and global_seed() is None:
                 # With a common seed all workers shuffle in the same order.
                 tf.random.set_seed(seed)
@@ -146,17 +156,18 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 )
                 _share_gpus(cluster)
             _bypass_proxy(cluster)
+            coordination.configure(resolver.cluster_spec())
         with keep_handler(signal.SIGTERM):
             super().__init__(resolver, communication_options)
             repair(self)
-        if cluster is not None and connections:
-            size = len(cluster.addresses)
+        if cluster is not None and size > 1:
+            MultiWorkerMirroredStrategy._is_created = True
             names = [cluster.name(index) for index in range(size)]
-            channel = Channel(cluster.index, size, connections)
-            self.watch = Watch(cluster, channel)
-            self.stopping = Stopping(channel)
-            self.stall_detector = StallDetector(names, channel)
-            channel.start(self.watch, self.stopping, self.stall_detector)
+            log = EventLog(cluster.index, size)
+            self.watch = Watch(cluster, log)
+            self.stopping = Stopping(log)
+            self.stall_detector = StallDetector(names, log)
+            log.start(self.watch, self.stopping, self.stall_detector)
 
     @override
     @call_unconverted

@@ -1,7 +1,7 @@
 """Detect within seconds that another worker has failed, exited or stalled.
 
-A failing worker broadcasts its error; the end of a connection shows that a
-worker was killed. The other workers may be waiting in a collective, which
+A failing worker posts its error; TensorFlow's heartbeats show that a worker was
+killed or is suspended. The other workers may be waiting in a collective, which
 TensorFlow ends late or never. `Watch` aborts such collectives.
 
 If no step ends for a minute, for example because a worker waits for its data,
@@ -16,33 +16,30 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from types import NoneType, TracebackType
+from types import TracebackType
 
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.cluster.channel import (
-    PEER_EXITED,
-    PEER_LOST,
-    Channel,
-    Listener,
-    Message,
-)
-from tfkfac.cluster.config import Cluster
+from tfkfac.cluster.config import Cluster, split_address
+from tfkfac.cluster.events import EXITED, LOST, Event, EventLog, Listener
 from tfkfac.cluster.waiting import print_line
-from tfkfac.compat.strategies import (
-    abort_collectives,
-    local_devices,
-    silent_workers,
-)
+from tfkfac.compat.coordination import HEARTBEAT_TIMEOUT_S, abort_collectives
+from tfkfac.compat.strategies import local_devices
 
 # Time for this worker to raise the same error by itself, for example for wrong
-# arguments, and for the cause of a failed collective to arrive.
-_GRACE_PERIOD_S = 3.0
+# arguments.
+_GRACE_PERIOD_S = 0.2
+# Time for this worker to end too, or to raise the error of its collective.
+_EXIT_GRACE_PERIOD_S = 3.0
+# Time for the cause of a failed collective to arrive.
+_CAUSE_TIMEOUT_S = HEARTBEAT_TIMEOUT_S + 3.0
+_PROBE_TIMEOUT_S, _PROBE_INTERVAL_S = 1.0, 0.5
 _MAX_CAUSE_CHARS = 2000
 _STALL_TIMEOUT_S = 60.0  # time without a step until worker 0 asks why
 _ANSWER_TIMEOUT_S = 2.0
@@ -63,7 +60,7 @@ class _PeerEvent:
     Attributes:
         fit: Number of the `fit` that has failed; None if the process ended.
         is_fault: True unless the process has exited normally.
-        is_loss: True if the connection ended without notice.
+        is_loss: True if the process ended or stalled without notice.
     """
 
     text: str
@@ -76,14 +73,14 @@ class _PeerEvent:
 class Watch(Listener):
     """Abort the collectives of this worker when another worker ends.
 
-    If a worker is killed before the first step of this process, also send
+    If a worker is lost before the first step of this process, also send
     SIGTERM to this process. Otherwise, while it loads data or traces its model,
     it would detect the loss only in its first collective.
     """
 
-    def __init__(self, cluster: Cluster, channel: Channel) -> None:
+    def __init__(self, cluster: Cluster, log: EventLog) -> None:
         self._cluster = cluster
-        self._channel = channel
+        self._log = log
         self._peer_events: list[_PeerEvent] = []
         self._changed = threading.Condition()
         self._cause: str | None = None
@@ -108,23 +105,22 @@ class Watch(Listener):
         except SystemExit:
             raise
         except BaseException as error:
-            cause = self._explain(error)
-            if cause is not None:
-                # Hide TensorFlow's error: its graph location is of no help.
-                raise WorkerFailedError(cause) from None
-            self.report_failure(error, self._num_fits)
+            if isinstance(error, _COLLECTIVE_ERRORS):
+                with self._changed:
+                    cause = self._changed.wait_for(
+                        self._find_cause, _CAUSE_TIMEOUT_S
+                    )
+                if cause is not None:
+                    # Hide TensorFlow's error: its graph location is of no help.
+                    raise WorkerFailedError(cause) from None
+            self._report_failure(error, self._num_fits)
             raise
         finally:
             self._fit_start = None
 
-    def report_failure(
-        self, error: BaseException, fit: int | None = None
-    ) -> None:
-        """Broadcast an error of this worker, or the workers that caused it."""
-        if workers := silent_workers(error):
-            self._channel.broadcast({"silent": workers})
-        elif not isinstance(error, WorkerFailedError):
-            self._channel.broadcast({"failed": describe(error), "fit": fit})
+    def _report_failure(self, error: BaseException, fit: int | None) -> None:
+        if not isinstance(error, WorkerFailedError):
+            self._log.post({"failed": describe(error), "fit": fit})
 
     def _excepthook(
         self,
@@ -132,79 +128,53 @@ class Watch(Listener):
         error: BaseException,
         trace: TracebackType | None,
     ) -> None:
-        """Broadcast an uncaught exception, then call the previous hook."""
-        self.report_failure(error)
+        """Post an uncaught exception, then call the previous hook."""
+        self._report_failure(error, None)
         self._previous_hook(error_type, error, trace)
-
-    def _explain(self, error: BaseException) -> str | None:
-        """Return the cause of a failed collective; None for other errors."""
-        if not isinstance(error, _COLLECTIVE_ERRORS):
-            return None
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._cause or self._peer_events, _GRACE_PERIOD_S
-            )
-            texts = (event.text for event in self._peer_events)
-            if cause := self._cause or next(texts, None):
-                return cause
-        if not (workers := silent_workers(error)):
-            return None
-        self.report_failure(error)  # to workers that wait in no collective
-        return self._silence_of(workers)
-
-    def _silence_of(self, workers: Sequence[int]) -> str:
-        """Return the text of an event: workers that do not answer."""
-        names = " and ".join(map(self._cluster.name, workers))
-        return (
-            f"{names} stopped answering: the process is suspended, or its "
-            "machine or the network is down."
-        )
 
     # ---------------------------------------------- failures of other workers
     @override
-    def on_message(self, sender: int, message: Message) -> None:
-        fit = message.get("fit")
-        if sender == self._channel.index or type(fit) not in (int, NoneType):
+    def on_event(self, sender: int, event: Event) -> None:
+        name, fit = self._cluster.name(sender), event.get("fit")
+        if LOST in event:
+            others = [i for i in event[LOST] if i != self._log.index]
+            texts = (_describe_loss(self._cluster, i) for i in others)
+            text = " ".join(texts)
+        elif sender == self._log.index:
             return
-        name, now = self._cluster.name(sender), time.monotonic()
-        if "failed" in message:
-            text = f"{name} has failed: {message['failed']}"
-        elif "silent" in message:
-            text = self._silence_of(message["silent"])
-        elif message == PEER_LOST:
-            text = (
-                f"{name} is gone without a word: it was killed, or its machine "
-                "or the network is down."
-            )
-        elif message == PEER_EXITED:
+        elif "failed" in event:
+            text = f"{name} has failed: {event['failed']}"
+        elif event == EXITED:
             text = f"{name} has ended."
         else:
             return
-        is_fault, is_loss = message != PEER_EXITED, message == PEER_LOST
+        is_loss, now = LOST in event, time.monotonic()
         with self._changed:
-            event = _PeerEvent(text, fit, is_fault, is_loss, now)
-            self._peer_events.append(event)
+            self._peer_events.append(
+                _PeerEvent(text, fit, event != EXITED, is_loss, now)
+            )
             self._changed.notify_all()
+        if event != EXITED:
+            self._log.tick_after(_GRACE_PERIOD_S)
 
     @override
     def on_tick(self) -> None:
         """Abort the collectives of this worker if an event is due."""
+        if self._cause is not None:
+            self._terminate()
+            return
         with self._changed:
-            if self._cause is not None:
-                self._terminate()
+            cause = self._find_cause()
+            due_event = next(filter(self._is_due, self._peer_events), None)
+            if cause is None or due_event is None:
                 return
-            events = [e for e in self._peer_events if not self._is_past(e)]
-            self._peer_events = events
-            due_event = next((e for e in events if self._is_due(e)), None)
-            if due_event is None:
-                return
-            # A later event may be a consequence of the first one.
-            self._cause = events[0].text
+            # The due event may be a consequence of the first one.
+            self._cause = cause
             if due_event.is_loss and not self.has_started:
-                self._terminate_at = time.monotonic() + _GRACE_PERIOD_S
+                self._terminate_at = time.monotonic() + _EXIT_GRACE_PERIOD_S
         if due_event.is_fault:
-            print_line(self._cause)
-        abort_collectives(self._cause)
+            print_line(cause)
+        abort_collectives(cause)
 
     def _terminate(self) -> None:
         """Send SIGTERM to this process if no step starts in the grace period.
@@ -221,22 +191,54 @@ class Watch(Listener):
                 # which runs Python's handlers.
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def _is_past(self, event: _PeerEvent) -> bool:
-        """Return True if this worker's `fit` number `event.fit` has ended."""
+    def _find_cause(self) -> str | None:
+        """Return the text of the first event of this or a later `fit`.
+
+        Remove the events of the fits of this worker that have ended.
+        """
         num_ended = self._num_fits - (self._fit_start is not None)
-        return event.fit is not None and num_ended >= event.fit
+        self._peer_events = [
+            event
+            for event in self._peer_events
+            if event.fit is None or event.fit > num_ended
+        ]
+        texts = (event.text for event in self._peer_events)
+        return self._cause or next(texts, None)
 
     def _is_due(self, event: _PeerEvent) -> bool:
         """Return True if this worker must abort its collectives now.
 
         The grace period starts at the event, or at the `fit` of the event.
         """
-        grace_start = event.time_s
+        start, period = event.time_s, _GRACE_PERIOD_S
+        if not event.is_fault:
+            period = _EXIT_GRACE_PERIOD_S
         if event.fit is not None:
             if self._fit_start is None:  # not yet in the `fit` of the event
                 return False
-            grace_start = max(grace_start, self._fit_start)
-        return time.monotonic() > grace_start + _GRACE_PERIOD_S
+            start = max(start, self._fit_start)
+        return time.monotonic() >= start + period
+
+
+def _describe_loss(cluster: Cluster, worker: int) -> str:
+    """Return why a worker sends no heartbeats, by connecting to its port.
+
+    The system of a suspended process accepts connections; that of an ended
+    process refuses them, but not at once.
+    """
+    address = split_address(cluster.addresses[worker])
+    cause = (
+        "stopped answering: the process is suspended, or the network is down"
+    )
+    try:
+        for _ in range(2):
+            socket.create_connection(address, _PROBE_TIMEOUT_S).close()
+            time.sleep(_PROBE_INTERVAL_S)
+    except ConnectionRefusedError:
+        cause = "is gone without a word: it was killed"
+    except OSError:
+        cause = "is gone without a word: its machine or the network is down"
+    return f"{cluster.name(worker)} {cause}."
 
 
 # TensorFlow raises one of these errors if a collective fails or is aborted.
@@ -263,9 +265,9 @@ def describe(error: BaseException) -> str:
 class StallDetector(Listener):
     """Print the current functions of all workers if no step ends for 60 s."""
 
-    def __init__(self, names: Sequence[str], channel: Channel) -> None:
+    def __init__(self, names: Sequence[str], log: EventLog) -> None:
         self._names = names
-        self._channel = channel
+        self._log = log
         self._last_step: float | None = None  # None outside of training
         self._timeout_s = _STALL_TIMEOUT_S
         self._query_time: float | None = None
@@ -295,17 +297,17 @@ class StallDetector(Listener):
                 self._print_locations()
             return
         is_late = last_step is not None and now > last_step + self._timeout_s
-        if is_late and self._channel.index == 0:
+        if is_late and self._log.index == 0:
             self._query_time = now
             self._locations = {}
-            self._channel.broadcast({"where": True})
+            self._log.post({"where": True})
 
     @override
-    def on_message(self, sender: int, message: Message) -> None:
-        if "where" in message:
-            self._channel.broadcast({"place": describe_threads()})
-        elif "place" in message:
-            self._locations[sender] = message["place"]
+    def on_event(self, sender: int, event: Event) -> None:
+        if "where" in event:
+            self._log.post({"place": describe_threads()})
+        elif "place" in event:
+            self._locations[sender] = event["place"]
 
     def _print_locations(self) -> None:
         print_line(f"no step has ended for {self._timeout_s:.0f} s.")
@@ -326,9 +328,9 @@ def find_detector(strategy: tf.distribute.Strategy) -> StallDetector | None:
 @functools.cache
 def _local_detector() -> StallDetector:
     """Return the stall detector of this process for several replicas."""
-    channel = Channel(0, 1, {})
-    detector = StallDetector(["this process"], channel)
-    channel.start(detector)
+    log = EventLog(0, 1)
+    detector = StallDetector(["this process"], log)
+    log.start(detector)
     return detector
 
 
