@@ -182,30 +182,12 @@ def by_keras_file(case: Case, folder: pathlib.Path) -> Any:
     return fit(copy, STOP)
 
 
-def by_legacy_file(case: Case, folder: pathlib.Path) -> Any:
-    fit(case.compiled(), 0, STOP).save(folder / "model.h5")
-    return fit(keras.models.load_model(folder / "model.h5"), STOP)
-
-
 def by_weights_file(case: Case, folder: pathlib.Path) -> Any:
     """Load into a model that was trained from other weights."""
     fit(case.compiled(), 0, STOP).save_weights(folder / "model.weights.h5")
     model = fit(case.compiled(seed=1), 0, 1)
     model.load_weights(folder / "model.weights.h5")
     return fit(model, STOP)
-
-
-def by_state_tree(case: Case, folder: pathlib.Path) -> Any:
-    """Save as `keras.callbacks.OrbaxCheckpoint`, with numbers for scalars."""
-    model = fit(case.compiled(), 0, STOP)
-    tree = keras.tree.map_structure(
-        lambda x: x.item() if x.ndim == 0 else x.copy(),
-        model.get_state_tree("numpy_array"),
-    )
-    # Keras finds variables by the name of the inner optimizer.
-    copy = fit(keras.models.clone_model(model), 0, 1)
-    copy.set_state_tree(tree)
-    return fit(copy, STOP)
 
 
 def by_checkpoint(case: Case, folder: pathlib.Path) -> Any:
@@ -305,9 +287,7 @@ def by_strategy(make: Callable[[], Any]) -> Callable[..., Any]:
 # moved; 0 stands for equal bits of the weights and the state.
 WAYS: dict[str, tuple[Callable[[Case, pathlib.Path], Any], float]] = {
     ".keras": (by_keras_file, 0),
-    ".h5": (by_legacy_file, 0),
     ".weights.h5": (by_weights_file, 0),
-    "state tree": (by_state_tree, 0),
     "checkpoint": (by_checkpoint, 0),
     "train step": (by_custom_step, 1e-4),
     "batch": (by_batch, 0),
@@ -325,9 +305,8 @@ WAYS: dict[str, tuple[Callable[[Case, pathlib.Path], Any], float]] = {
 # Optimizers of each way; those after the semicolon are slow.
 PAIRS = {
     ".keras": "our scale; spectral, rest",
-    ".h5": "FOSI in columns; float64, wire",
-    ".weights.h5": "subclassed; GaussNewton, narrow, half",
-    "state tree": "eigen; accumulated",
+    ".weights.h5": "subclassed, eigen, FOSI in columns; GaussNewton, narrow, "
+    "half, float64, wire, accumulated",
     "checkpoint": "drawn; spectral sums, FOSI accumulated",
     "train step": "inverse",
     "batch": "drawn",

@@ -419,14 +419,11 @@ def test_an_earlier_state_by_variables_is_refused() -> None:
 
 
 def test_iterations_beside_a_rest_optimizer_can_be_assigned() -> None:
-    """They are the clock of schedules; loaded files assign all counts."""
+    """They are the clock of schedules."""
     model = compiled(tfkfac.KFAC())
     model.optimizer.iterations.assign(7)
     train(model, 0, 1)
     assert int(model.optimizer.iterations.numpy()) == 8
-    model.set_state_tree(model.get_state_tree("numpy_array"))
-    train(model, 1, 1)
-    assert int(model.optimizer.iterations.numpy()) == 9
 
 
 def test_state_of_another_inner_optimizer_warns() -> None:
