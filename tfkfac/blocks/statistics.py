@@ -419,10 +419,18 @@ def records_of(
     recorded = [block.gradient(block.rows(r)) for r in chain(*calls)]
     best, explains = _compare(recorded, block.to_matrix(gradients), choices)
     weights = tf.split(choices[best], lengths)
-    merged = [
-        _merge(records, tf.unstack(chosen, len(records)))
-        for records, chosen in zip(calls, weights, strict=True)
-    ]
+    merged = []
+    for records, chosen in zip(calls, weights, strict=True):
+        # Sum the gradients of the records whose weight is 1.
+        terms = [
+            tf.math.multiply_no_nan(r.gradient, tf.cast(w, r.gradient.dtype))
+            for r, w in zip(
+                records, tf.unstack(chosen, len(records)), strict=True
+            )
+        ]
+        merged.append(
+            dataclasses.replace(records[-1], gradient=tf.add_n(terms))
+        )
     return merged, explains
 
 
@@ -454,12 +462,3 @@ def _compare(
         first = tf.argmax(tf.cast(flags, tf.int32))
         best = tf.where(tf.reduce_any(flags), first, best)
     return best, tf.reduce_any(tf.logical_or(same, parallel))
-
-
-def _merge(records: Sequence[Record], chosen: Sequence[tf.Tensor]) -> Record:
-    """Merge the records of a call; sum the gradients with `chosen = 1`."""
-    gradients = [
-        tf.math.multiply_no_nan(r.gradient, tf.cast(c, r.gradient.dtype))
-        for r, c in zip(records, chosen, strict=True)
-    ]
-    return dataclasses.replace(records[-1], gradient=tf.add_n(gradients))

@@ -201,7 +201,11 @@ class Lanczos:
 
         `add` adds a row and returns the basis; rows of zeros may follow.
         """
-        row, image = self._multiply(candidate)
+        vector, length, fresh = candidate[:3]
+        # A fresh candidate has a row of zeros, and is its own product.
+        row = vector * tf.where(fresh, tf.zeros_like(length), 1 / length)
+        product = self._product(row)
+        image = tf.cond(fresh, lambda: vector, lambda: product)
         matrices, previous = add(row)
         # The first row, and a row after a breakdown, have no coupling.
         uncoupled = candidate.fresh | tf.equal(index, 0)
@@ -244,13 +248,6 @@ class Lanczos:
             2 * removed > square,
             component + components[index],
         )
-
-    def _multiply(self, candidate: Candidate) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return row and product of a candidate; if fresh, zeros and vector."""
-        vector, length, fresh = candidate[:3]
-        row = vector * tf.where(fresh, tf.zeros_like(length), 1 / length)
-        image = self._product(row)
-        return row, tf.cond(fresh, lambda: vector, lambda: image)
 
     def _next_candidate(
         self,
