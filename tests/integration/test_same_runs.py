@@ -7,6 +7,7 @@ Each way is compared with one call of `fit`. A new optimizer or way is a row of
 import contextlib
 import dataclasses
 import functools
+import io
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,7 +21,14 @@ import tfkfac
 from tests.support.options import kfac
 from tests.support.reference import Array
 from tests.support.saved_models import MODELS
-from tests.support.small import FEATURES, curvature, data, gradients_of, loss
+from tests.support.small import (
+    FEATURES,
+    curvature,
+    data,
+    gradients_of,
+    loss,
+    summary_text,
+)
 
 # Step 5 of 9 is between the updates of all intervals.
 STOP, END, ROWS = 5, 9, 12
@@ -272,6 +280,31 @@ def by_scaled_loss(case: Case, folder: pathlib.Path) -> Any:
     return fit(model)
 
 
+def by_bad_batches(case: Case, folder: pathlib.Path) -> Any:
+    """Skip updates whose last batch has NaN or infinity.
+
+    The first update traces the step; factors, inverses or directions are due
+    in the others.
+    """
+    model = case.compiled()
+    optimizer = model.optimizer
+    size = getattr(optimizer, "gradient_accumulation_steps", None) or 1
+    rows = [*batches()]
+    for step, value in ((6, np.inf), (2, np.nan), (0, np.nan)):
+        x, y = rows[step]
+        rows[step:step] = [(x, y)] * (size - 1) + [(x * value, y)]
+    columns = tuple(tf.stack(column) for column in zip(*rows, strict=True))
+    dataset = tf.data.Dataset.from_tensor_slices(columns)
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        history = model.fit(dataset, shuffle=False, verbose=0).history
+    assert stderr.getvalue().count("gradients not finite: 3\n") == 1
+    assert np.isfinite(history["loss"]).all()
+    assert "gradients not finite: 3" in summary_text(optimizer)
+    assert int(optimizer.skipped_steps) == 3
+    optimizer.skipped_steps.assign(0)
+    return model
+
+
 def by_strategy(make: Callable[[], Any]) -> Callable[..., Any]:
     """Train under a strategy of one replica."""
 
@@ -296,6 +329,7 @@ WAYS: dict[str, tuple[Callable[[Case, pathlib.Path], Any], float]] = {
     "loop": (by_loop, 1e-4),
     "attach": (by_attached_loop, 1e-4),
     "loss scale": (by_scaled_loss, 1e-4),
+    "bad batches": (by_bad_batches, 0),
     "one worker": (by_strategy(tfkfac.MultiWorkerMirroredStrategy), 0),
     "one replica": (
         by_strategy(lambda: tf.distribute.MirroredStrategy(["CPU:0"])),
@@ -315,6 +349,10 @@ PAIRS = {
     "loop": "Keras' scale",
     "attach": "inverse",
     "loss scale": "inverse; FOSI",
+    "bad batches": (
+        "inverse, spectral sums, FOSI in columns, GaussNewton; "
+        "eigen, spectral, rest"
+    ),
     "one worker": "inverse",
     "one replica": "FOSI",
 }
