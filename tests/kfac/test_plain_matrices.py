@@ -262,8 +262,8 @@ def test_recurrent_layers(
     """Spectral steps are longer if they train recurrent layers."""
     output = [layers.Flatten(), layers.Dense(2)]
     model = keras.Sequential([keras.Input(shape), layer(), *output])
+    model(tf.ones([1, *shape]))
     model.compile(tfkfac.KFAC(**rules), "mse")
-    model.train_on_batch(tf.ones([3, *shape]), tf.zeros([3, 2]))
     [state] = model.optimizer.method.states
     assert state.length.is_recurrent == is_recurrent
 

@@ -10,6 +10,7 @@ from keras import layers
 
 import tfkfac
 from tests.support.dtypes import floats
+from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tests.support.strategies import strategy
 
@@ -31,12 +32,10 @@ def network(seed: int = 0) -> keras.Model:
     )
 
 
-def unexplained(
-    loss: Any, scale: float, offset: float, **options: Any
-) -> float:
+def unexplained(loss: Any, scale: float, offset: float) -> float:
     """Share of the variance of the targets that a training leaves."""
     model, y = network(), (offset + scale * SIGNAL).astype("float32")
-    model.compile(tfkfac.KFAC(**options), loss)
+    model.compile(tfkfac.KFAC(), loss)
     model.fit(X.astype("float32"), y, batch_size=40, epochs=12, verbose=0)
     error = model.predict(X, verbose=0).astype(float) - y
     return float(np.mean(error**2) / np.mean(np.var(y, 0)))
@@ -46,32 +45,28 @@ def quantiles(y: Any, p: Any) -> Any:
     return tf.reduce_mean(tf.maximum(0.6 * (y - p), 0.4 * (p - y)))
 
 
-FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "squares": ("mse", {}),
-    "squares, eigen": ("mse", {"solver": "eigen"}),
-    "own squares": (lambda y, p: tf.reduce_sum(tf.square(y - p)), {}),
-    "absolute": ("mae", {}),
-    "Huber": ("huber", {}),
-    "log-cosh": ("log_cosh", {}),
-    "quantiles": (quantiles, {}),
+FAMILIES: dict[str, Any] = {
+    "squares": "mse",
+    "Huber": "huber",
+    "log-cosh": "log_cosh",
+    "quantiles": quantiles,
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_slow(FAMILIES, "log-cosh"))
 def test_targets_may_have_any_unit(family: str) -> None:
     """The training is that of standardised targets."""
-    loss, options = FAMILIES[family]
     units = [(1e-3, 0.0), (1e5, 2e5)]
     if family == "squares":
-        units += [(10.0, 0.0), (10.0, 20.0), (10.0, 290.0)]
-    want = unexplained(loss, 1.0, 0.0, **options)
+        units.append((10.0, 290.0))
+    want = unexplained(FAMILIES[family], 1.0, 0.0)
     assert want < 0.04
     for scale, offset in units:
         # Huber losses are squares for small residuals, absolute for large ones.
         # With small targets, the first outputs are far from them.
-        is_same = "squares" in family and scale >= 1
+        is_same = family == "squares" and scale >= 1
         limit = 2 * want if is_same else 0.1
-        got = unexplained(loss, scale, offset, **options)
+        got = unexplained(FAMILIES[family], scale, offset)
         assert got < limit, (scale, offset)
 
 
@@ -98,6 +93,8 @@ def trained(
     unit: tuple[float, float] = (2.0, 1.0),
     weight: float | None = None,
     penalty: float = 0.0,
+    eager: bool = True,
+    epochs: int = 2,
     **options: Any,
 ) -> list[Array]:
     """Weights after some steps in float64, with targets `a + b y`.
@@ -118,12 +115,12 @@ def trained(
         if "accumulate" in options:
             steps = options.pop("accumulate")
             options["gradient_accumulation_steps"] = steps
-        model.compile(tfkfac.KFAC(**options), loss)
+        model.compile(tfkfac.KFAC(**options), loss, run_eagerly=eager)
     data = (X[:ROWS], offset + scale * SIGNAL[:ROWS])
     if weight is not None:
         data += (weight * WEIGHTS,)
     rows = tf.data.Dataset.from_tensor_slices(data).batch(20)
-    model.fit(rows, epochs=4, shuffle=False, verbose=0)
+    model.fit(rows, epochs=epochs, shuffle=False, verbose=0)
     *weights, kernel, bias = model.get_weights()
     return [*weights, kernel / scale, (bias - offset) / scale]
 
@@ -138,36 +135,28 @@ def own(y: Any, p: Any) -> Any:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "squares": {},
-    "own": {"loss": own},
-    "absolute": {"loss": "mae"},
+    "squares": {"eager": False},
+    "squares, weighted": {"weight": 1.0},
+    "own": {"loss": own, "weight": 1.0},
+    "absolute": {"loss": "mae", "weight": 1.0},
     "eigen": {"solver": "eigen"},
     "empirical": {"fisher": "empirical"},
-    "micro-batches": {"accumulate": 3},
-    "weighted": {"weight": 1.0},
+    "micro-batches": {"accumulate": 3, "weight": 1.0},
 }
-
-
-def check_units(ways: Any = WAYS) -> None:
-    with floats("float64"):
-        for way in ways:
-            want = trained(**WAYS[way])
-            got = trained(**{"unit": (2e4, 3e4), **WAYS[way]})
-            assert_equal(got, want)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_outputs_follow_the_targets(way: str) -> None:
-    """A training on `a + b y` is that on y, if the first outputs are."""
-    check_units([way])
+    """A training on `a + b y` is that on y, if the first outputs are.
 
-
-@pytest.mark.parametrize("way", ["squares", "own", "absolute", "micro-batches"])
-def test_weights_times_a_constant(way: str) -> None:
+    It does not depend on a constant factor of the weights either.
+    """
+    options = WAYS[way]
     with floats("float64"):
-        want = trained(weight=1.0, **WAYS[way])
-        for factor in (1e-4, 1e4):
-            assert_equal(trained(weight=factor, **WAYS[way]), want)
+        want = trained(**options)
+        for factor in (1e-4, 1e4) if "weight" in options else (None,):
+            changes = {"unit": (2e4, 3e4), "weight": factor}
+            assert_equal(trained(**{**options, **changes}), want)
 
 
 def test_losses_times_and_plus_a_constant() -> None:
@@ -183,19 +172,23 @@ def test_losses_times_and_plus_a_constant() -> None:
 
 
 # No sampled labels, and a length from all examples of a batch.
-EXACT = {"weight": 1.0, "fisher": "empirical", "accumulate": 4}
+EXACT: dict[str, Any] = {
+    "weight": 1.0,
+    "fisher": "empirical",
+    "accumulate": 4,
+    "epochs": 4,
+}
 
 
-def check_workers() -> list[Array]:
+def train_in_other_units() -> list[Array]:
     with floats("float64"):
-        check_units(["squares", "weighted", "micro-batches"])
-        return trained(**EXACT)
+        return trained(unit=(2e4, 3e4), eager=False, **EXACT)
 
 
 @pytest.mark.parametrize("where", ["two", "mirrored"])
 def test_workers(on_workers: Any, where: str) -> None:
     """The units are those of all workers, as in a single process."""
-    first, *others = on_workers(where, check_workers)
+    first, *others = on_workers(where, train_in_other_units)
     with floats("float64"):
         assert_equal(first, trained(**EXACT))
     for weights in others:
@@ -206,13 +199,13 @@ def test_workers(on_workers: Any, where: str) -> None:
 def test_a_resumed_training(tmp_path: Any) -> None:
     """The units are saved: a continued run is the same, bit for bit."""
     model, y = network(), (1e3 * SIGNAL).astype("float32")
-    model.compile(
-        tfkfac.KFAC(tfkfac.schedules.FitDecay(1.0), step="spectral"), "mse"
-    )
+    optimizer = tfkfac.KFAC(tfkfac.schedules.FitDecay(1.0), step="spectral")
+    model.compile(optimizer, "mse", run_eagerly=True)
     x = X.astype("float32")
     model.fit(x[:100], y[:100], batch_size=20, epochs=2, verbose=0)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
+    loaded.run_eagerly = True
     for m in (model, loaded):
         for _ in range(3):
             m.train_on_batch(x[100:140], 1e-2 * y[100:140])
@@ -227,9 +220,9 @@ def test_other_losses_restart_the_averages() -> None:
     x = keras.Input((4,))
     model = keras.Model(x, [layers.Dense(2)(x), layers.Dense(2)(x)])
     weights, y = model.get_weights(), SIGNAL[:40]
-    model.compile(tfkfac.KFAC(), ["mse", "mse"])
+    model.compile(tfkfac.KFAC(), ["mse", "mse"], run_eagerly=True)
     model.train_on_batch(X[:40], [1e6 * y, y])
-    model.compile(model.optimizer, ["mse", None])
+    model.compile(model.optimizer, ["mse", None], run_eagerly=True)
     model.set_weights(weights)
     with pytest.warns(UserWarning, match="'kfac' restarts.*Received: .*, 2"):
         model.train_on_batch(X[:40], [y, y])
@@ -265,11 +258,11 @@ def test_a_trained_model_is_kept() -> None:
     model, y = network(), (SIGNAL + 2).astype("float32")
     model.compile("adam", "mse")
     model.fit(X, y, batch_size=40, epochs=20, verbose=0)
-    before = model.evaluate(X, y, verbose=0)
+    before = model.evaluate(X, y, 400, verbose=0)
     near = np.argsort(np.abs(y - 2).sum(1))[:16]
     for rows in (near, near[:2], near[:1]):
         copy = keras.models.clone_model(model)
         copy.set_weights(model.get_weights())
-        copy.compile(tfkfac.KFAC(), "mse")
+        copy.compile(tfkfac.KFAC(), "mse", run_eagerly=True)
         copy.train_on_batch(X[rows], y[rows])
-        assert copy.evaluate(X, y, verbose=0) < 1.5 * before
+        assert copy.evaluate(X, y, 400, verbose=0) < 1.5 * before
