@@ -163,6 +163,8 @@ def test_losses_times_and_plus_a_constant() -> None:
     with floats("float64"):
         want = trained()
         for loss in (
+            LOSSES.MeanSquaredError(reduction="sum", dtype="float64"),
+            LOSSES.MeanSquaredError(reduction="none", dtype="float64"),
             lambda y, p: 300 * own(y, p),
             lambda y, p: own(y, p) + 10.0,
             lambda y, p: 1e-3 * own(y, p) + 0.1,
