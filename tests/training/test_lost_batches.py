@@ -91,7 +91,10 @@ def check(model: Any, bad: tuple[int, ...], value: float = np.nan) -> None:
     assert epoch == pytest.approx(errors(good), rel=1e-5, nan_ok=True)
 
 
-@pytest.mark.parametrize("name", [n for n in STILL if n != "micro-batches"])
+@pytest.mark.parametrize(
+    "name",
+    with_slow(["kfac", "fosi", "gauss_newton"], "fosi", "gauss_newton"),
+)
 def test_logs(name: str) -> None:
     """A bad batch affects only its own logs; an epoch of bad ones is nan."""
     model = linear(optimizer=STILL[name](), metrics=["mae"])
