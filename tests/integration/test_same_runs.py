@@ -287,7 +287,9 @@ def by_bad_batches(case: Case, folder: pathlib.Path) -> Any:
     in the others.
     """
     model = case.compiled()
-    optimizer = model.optimizer
+    scaler = optimizer = model.optimizer
+    if isinstance(scaler, keras.optimizers.LossScaleOptimizer):
+        optimizer = scaler.inner_optimizer
     size = getattr(optimizer, "gradient_accumulation_steps", None) or 1
     rows = [*batches()]
     for step, value in ((6, np.inf), (2, np.nan), (0, np.nan)):
@@ -302,6 +304,11 @@ def by_bad_batches(case: Case, folder: pathlib.Path) -> Any:
     assert "gradients not finite: 3" in summary_text(optimizer)
     assert int(optimizer.skipped_steps) == 3
     optimizer.skipped_steps.assign(0)
+    if scaler is not optimizer:
+        # From 8, halved before steps 0, 2 and 6, doubled after steps 4 and 8.
+        assert float(scaler.dynamic_scale) == 4
+        assert int(scaler.step_counter) == 0
+        scaler.dynamic_scale.assign(8 * 2**3)
     return model
 
 
@@ -350,7 +357,7 @@ PAIRS = {
     "attach": "inverse",
     "loss scale": "inverse; FOSI",
     "bad batches": (
-        "inverse, spectral sums, FOSI in columns, GaussNewton; "
+        "inverse, spectral sums, our scale, FOSI in columns, GaussNewton; "
         "eigen, spectral, rest"
     ),
     "one worker": "inverse",
