@@ -42,6 +42,8 @@ RUNS = (
     (f"{CLASSIFY} --optimizer kfac adam", "--epochs 1 --optimizer fosi sgd",
      "val_accuracy"),
     ("python examples/clusters/train.py", "", "worker 0 of 1: loss"),
+    ("python examples/datasets.py", "--epochs 1 --directory built",
+     "val_accuracy"),
     ("python examples/detection.py --optimizer kfac adam", "--epochs 1",
      "val_masks_iou"),
     ("python examples/gauss_newton.py", "--seconds 20", "20 steps, error"),
