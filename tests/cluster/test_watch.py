@@ -19,9 +19,9 @@ from tfkfac.cluster.watch import (
 
 CLUSTER = Cluster(("host0:1", "host1:2", "host2:3"), 0)
 COLLECTIVE_ERROR = tf.errors.UnavailableError(
-    None, None, "a collective has failed"
+    None, None, "Collective ops is aborted by: a lost connection"
 )
-SHORT_S, LONG_S = module._GRACE_PERIOD_S, module._EXIT_GRACE_PERIOD_S
+SHORT_S, LONG_S = module._GRACE_PERIOD_S, module._LONG_GRACE_PERIOD_S
 FAILURE = "worker 1 at host1:2 has failed: OSError: no disk"
 
 
@@ -47,7 +47,7 @@ class Clock:
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(module, "abort_collectives", self.aborted.append)
         monkeypatch.setattr(
-            module, "_describe_loss", lambda _, i: f"worker {i} is lost."
+            module, "_diagnose", lambda address: f"of {address} is lost"
         )
         self.log = FakeLog()
         self.watch = Watch(CLUSTER, self.log)  # type: ignore[arg-type]
@@ -72,6 +72,7 @@ def test_a_failure_of_another_worker_aborts_the_collective(
     clock: Clock,
 ) -> None:
     with pytest.raises(WorkerFailedError, match=FAILURE), clock.watch.fit():
+        clock.watch.has_stepped = True
         clock.watch.on_event(1, failed(1))
         assert clock.after(0.9 * SHORT_S) == []
         assert clock.after(0.2 * SHORT_S) == [FAILURE]
@@ -95,9 +96,9 @@ def test_an_error_on_all_workers_aborts_nothing(clock: Clock) -> None:
     ]
     clock.watch.on_event(1, failed(3))
     assert clock.after(60) == [], "this worker has not reached that fit"
-    with clock.watch.fit():
-        assert clock.after(0.9 * SHORT_S) == []
-        assert clock.after(0.2 * SHORT_S) == [FAILURE]
+    with clock.watch.fit():  # before its first step
+        assert clock.after(0.9 * LONG_S) == []
+        assert clock.after(0.2 * LONG_S) == [FAILURE]
 
 
 @pytest.mark.parametrize(
@@ -105,17 +106,26 @@ def test_an_error_on_all_workers_aborts_nothing(clock: Clock) -> None:
     [
         (EXITED, LONG_S, "worker 2 at host2:3 has ended."),
         (failed(None), SHORT_S, "worker 2 at host2:3 has failed: "),
-        ({LOST: [0, 1, 2]}, SHORT_S, "worker 1 is lost. worker 2 is lost."),
+        (
+            {LOST: [1, 2]},
+            SHORT_S,
+            "worker 1 at host1:2 of host1:2 is lost. worker 2 at ",
+        ),
+        ({LOST: [2, 0]}, SHORT_S, "This process stood still for more than "),
+        ({LOST: list(range(1, 9))}, SHORT_S, "worker 1 at "),
     ],
 )
 def test_the_end_of_a_process_aborts_collectives(
     clock: Clock, event: Any, seconds: float, cause: str
 ) -> None:
-    """Also outside of a `fit`. A worker never names itself."""
+    """Also outside of a `fit`."""
     clock.watch.on_event(2, event)
     assert clock.after(0.9 * seconds) == []
     (text,) = clock.after(0.2 * seconds)
     assert text.startswith(cause)
+    assert ("6 others stopped answering" in text) == (
+        len(event.get(LOST, ())) > 2
+    )
 
 
 def test_the_first_event_is_the_cause(clock: Clock) -> None:
@@ -151,6 +161,17 @@ def test_a_failed_collective_without_a_failed_worker(
     with pytest.raises(tf.errors.UnavailableError), clock.watch.fit():
         raise COLLECTIVE_ERROR
     assert clock.log.posted[0]["failed"] == describe(COLLECTIVE_ERROR)
+
+
+def test_an_uncaught_error_of_a_collective_is_explained(
+    clock: Clock, capsys: Any
+) -> None:
+    """In a loop of the user's, where TensorFlow's error names no address."""
+    clock.watch.on_event(1, {LOST: [2]})
+    sys.excepthook(tf.errors.UnavailableError, COLLECTIVE_ERROR, None)
+    assert clock.log.posted == []
+    text = "tfkfac: worker 2 at host2:3 of host2:3 is lost.\n"
+    assert capsys.readouterr().err.startswith(text)
 
 
 def test_uncaught_exceptions_are_posted(clock: Clock, capsys: Any) -> None:

@@ -125,10 +125,16 @@ class _Coordinator(grpc.GenericRpcHandler):
         """Send the last reply to all workers that have joined."""
         with self._changed:
             self._end = reply
+            peers = self._peers.values()
             self._changed.wait_for(
-                lambda: all(peer.has_ended for peer in self._peers.values()),
-                _END_TIMEOUT_S,
+                lambda: all(peer.has_ended for peer in peers), _END_TIMEOUT_S
             )
+            for peer in peers:
+                if not peer.has_ended:
+                    print_line(
+                        f"{peer.description} has not asked for the end "
+                        "of the start: it may have ended"
+                    )
             if self._num_dropped > _MAX_PRINTED:
                 print_line(
                     f"worker 0 has dropped {self._num_dropped} processes; the "
@@ -184,7 +190,7 @@ class _Coordinator(grpc.GenericRpcHandler):
         with self._changed:
             if not is_authentic:
                 reason = f"it has another secret ({SECRET_VARIABLE}) or none"
-                self._drop(description, reason, True)
+                self._drop(description, reason, False)
                 reply: Message = {"refused": reason}
             elif greeting.session != self._session:
                 reply = {"session": self._session}

@@ -3,8 +3,9 @@
 Each message carries an HMAC-SHA256 of its content and the role of the sender.
 The content includes fresh random numbers (nonces): a request has the nonce of
 the session that worker 0 has chosen, a reply the nonce of its request. So no
-recorded message can be used again. Without a secret the HMAC has an empty key;
-it then only shows that the sender speaks this protocol.
+message can be used again for another start or as another reply. Without a
+secret the HMAC has an empty key; it then only shows that the sender speaks this
+protocol.
 """
 
 import dataclasses

@@ -1,11 +1,13 @@
 """`MultiWorkerMirroredStrategy` that works with Keras 3."""
 
+import contextlib
 import copy
 import functools
 import os
 import signal
+import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -35,6 +37,8 @@ from tfkfac.compat.strategies import (
 
 Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 Options: TypeAlias = tf.distribute.experimental.CommunicationOptions
+
+_REMINDER_S = 20.0  # until the start of TensorFlow is reported as late
 
 
 class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -157,7 +161,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 _share_gpus(cluster)
             _bypass_proxy(cluster)
             coordination.configure(resolver.cluster_spec())
-        with keep_handler(signal.SIGTERM):
+        with keep_handler(signal.SIGTERM), _reminder(size):
             super().__init__(resolver, communication_options)
             repair(self)
         if cluster is not None and size > 1:
@@ -195,6 +199,26 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if self.watch is not None:
             self.watch.has_started = True
         return super().run(fn, args, kwargs, options)
+
+
+@contextlib.contextmanager
+def _reminder(size: int) -> Iterator[None]:
+    """Print a line if TensorFlow's start takes long: it has no time limit."""
+    timer = threading.Timer(
+        _REMINDER_S,
+        print_line,
+        [
+            f"all {size} workers have joined, but TensorFlow has not started "
+            f"after {_REMINDER_S:g} s: another worker may have failed since."
+        ],
+    )
+    timer.daemon = True
+    if size > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _find_cluster(

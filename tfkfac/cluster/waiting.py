@@ -1,5 +1,6 @@
 """Timeouts, reminders and printed messages of the rendezvous."""
 
+import contextlib
 import ipaddress
 import sys
 import time
@@ -103,8 +104,9 @@ class Wait:
 
 
 def print_line(text: str) -> None:
-    """Print one line on stderr, with the prefix "tfkfac: "."""
-    print(f"tfkfac: {text}", file=sys.stderr, flush=True)
+    """Print one line on stderr, with the prefix "tfkfac: ", if it is open."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"tfkfac: {text}", file=sys.stderr, flush=True)
 
 
 def quote(text: bytes | str) -> str:

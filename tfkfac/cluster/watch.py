@@ -32,19 +32,25 @@ from tfkfac.cluster.waiting import print_line
 from tfkfac.compat.coordination import HEARTBEAT_TIMEOUT_S, abort_collectives
 from tfkfac.compat.strategies import local_devices
 
-# Time for this worker to raise the same error by itself, for example for wrong
-# arguments.
+# Time until this worker aborts its collectives after another one has failed.
 _GRACE_PERIOD_S = 0.2
-# Time for this worker to end too, or to raise the error of its collective.
-_EXIT_GRACE_PERIOD_S = 3.0
+# The same before the first step of a `fit`, and after a normal exit: this
+# worker may raise the same error by itself, for wrong arguments, or exit too.
+_LONG_GRACE_PERIOD_S = 3.0
 # Time for the cause of a failed collective to arrive.
 _CAUSE_TIMEOUT_S = HEARTBEAT_TIMEOUT_S + 3.0
 _PROBE_TIMEOUT_S, _PROBE_INTERVAL_S = 1.0, 0.5
+_MAX_PROBES = 2  # of workers that are lost at the same time
 _MAX_CAUSE_CHARS = 2000
 _STALL_TIMEOUT_S = 60.0  # time without a step until worker 0 asks why
 _ANSWER_TIMEOUT_S = 2.0
 # Files of Python's library in which idle threads wait; not reported.
 _IDLE_FILES = {"threading.py", "selectors.py", "queue.py", "thread.py"}
+_IDLE_FILES |= {"events.py", "coordination.py"}  # threads of `EventLog`
+# Text of the error of a collective, or of TensorFlow's coordination service.
+_COLLECTIVE_TEXT = re.compile(
+    "[Cc]ollective|Additional GRPC error|CoordinationService"
+)
 # Lines of TensorFlow's messages that give a code location, not the error.
 _TRACE_LINE = re.compile(r"\s|<|Graph execution error|Detected at|Traceback|$")
 
@@ -86,6 +92,7 @@ class Watch(Listener):
         self._cause: str | None = None
         self._terminate_at: float | None = None  # when to send SIGTERM
         self.has_started = False
+        self.has_stepped = False  # a step of the current `fit` has ended
         self._num_fits = 0
         self._fit_start: float | None = None  # None outside of `fit`
         self._previous_hook, sys.excepthook = sys.excepthook, self._excepthook
@@ -98,25 +105,31 @@ class Watch(Listener):
             yield
             return
         self.has_started = True
-        self._num_fits += 1
+        # Another thread must not take this `fit` for ended.
         self._fit_start = time.monotonic()
+        self._num_fits += 1
+        self.has_stepped = False
         try:
             yield
         except SystemExit:
             raise
         except BaseException as error:
-            if isinstance(error, _COLLECTIVE_ERRORS):
-                with self._changed:
-                    cause = self._changed.wait_for(
-                        self._find_cause, _CAUSE_TIMEOUT_S
-                    )
-                if cause is not None:
-                    # Hide TensorFlow's error: its graph location is of no help.
-                    raise WorkerFailedError(cause) from None
+            if (cause := self._explain(error)) is not None:
+                # Hide TensorFlow's error: its graph location is of no help.
+                raise WorkerFailedError(cause) from None
             self._report_failure(error, self._num_fits)
             raise
         finally:
             self._fit_start = None
+
+    def _explain(self, error: BaseException) -> str | None:
+        """Wait for the cause of a failed collective; None for other errors."""
+        if not isinstance(
+            error, tf.errors.OpError
+        ) or not _COLLECTIVE_TEXT.search(error.message):
+            return None
+        with self._changed:
+            return self._changed.wait_for(self._find_cause, _CAUSE_TIMEOUT_S)
 
     def _report_failure(self, error: BaseException, fit: int | None) -> None:
         if not isinstance(error, WorkerFailedError):
@@ -128,8 +141,11 @@ class Watch(Listener):
         error: BaseException,
         trace: TracebackType | None,
     ) -> None:
-        """Post an uncaught exception, then call the previous hook."""
-        self._report_failure(error, None)
+        """Post or explain an uncaught exception, then call the last hook."""
+        if (cause := self._explain(error)) is not None:
+            print_line(cause)
+        else:
+            self._report_failure(error, None)
         self._previous_hook(error_type, error, trace)
 
     # ---------------------------------------------- failures of other workers
@@ -137,9 +153,7 @@ class Watch(Listener):
     def on_event(self, sender: int, event: Event) -> None:
         name, fit = self._cluster.name(sender), event.get("fit")
         if LOST in event:
-            others = [i for i in event[LOST] if i != self._log.index]
-            texts = (_describe_loss(self._cluster, i) for i in others)
-            text = " ".join(texts)
+            text = self._describe_loss(event[LOST])
         elif sender == self._log.index:
             return
         elif "failed" in event:
@@ -171,10 +185,10 @@ class Watch(Listener):
             # The due event may be a consequence of the first one.
             self._cause = cause
             if due_event.is_loss and not self.has_started:
-                self._terminate_at = time.monotonic() + _EXIT_GRACE_PERIOD_S
+                self._terminate_at = time.monotonic() + _LONG_GRACE_PERIOD_S
+        abort_collectives(cause)
         if due_event.is_fault:
             print_line(cause)
-        abort_collectives(cause)
 
     def _terminate(self) -> None:
         """Send SIGTERM to this process if no step starts in the grace period.
@@ -205,51 +219,53 @@ class Watch(Listener):
         texts = (event.text for event in self._peer_events)
         return self._cause or next(texts, None)
 
+    def _describe_loss(self, workers: Sequence[int]) -> str:
+        """Return the text of an event: workers that send no heartbeats."""
+        if self._log.index in workers:
+            return (
+                "This process stood still for more than "
+                f"{HEARTBEAT_TIMEOUT_S:g} s, so the other workers have ended."
+            )
+        texts = [
+            f"{self._cluster.name(i)} {_diagnose(self._cluster.addresses[i])}."
+            for i in workers[:_MAX_PROBES]
+        ]
+        if others := workers[_MAX_PROBES:]:
+            texts.append(f"{len(others)} others stopped answering, too.")
+        return " ".join(texts)
+
     def _is_due(self, event: _PeerEvent) -> bool:
         """Return True if this worker must abort its collectives now.
 
         The grace period starts at the event, or at the `fit` of the event.
         """
-        start, period = event.time_s, _GRACE_PERIOD_S
-        if not event.is_fault:
-            period = _EXIT_GRACE_PERIOD_S
+        start, is_long = event.time_s, not event.is_fault
         if event.fit is not None:
             if self._fit_start is None:  # not yet in the `fit` of the event
                 return False
             start = max(start, self._fit_start)
+            is_long |= not self.has_stepped
+        period = _LONG_GRACE_PERIOD_S if is_long else _GRACE_PERIOD_S
         return time.monotonic() >= start + period
 
 
-def _describe_loss(cluster: Cluster, worker: int) -> str:
+def _diagnose(address: str) -> str:
     """Return why a worker sends no heartbeats, by connecting to its port.
 
     The system of a suspended process accepts connections; that of an ended
     process refuses them, but not at once.
     """
-    address = split_address(cluster.addresses[worker])
-    cause = (
-        "stopped answering: the process is suspended, or the network is down"
-    )
     try:
         for _ in range(2):
-            socket.create_connection(address, _PROBE_TIMEOUT_S).close()
+            socket.create_connection(
+                split_address(address), _PROBE_TIMEOUT_S
+            ).close()
             time.sleep(_PROBE_INTERVAL_S)
     except ConnectionRefusedError:
-        cause = "is gone without a word: it was killed"
-    except OSError:
-        cause = "is gone without a word: its machine or the network is down"
-    return f"{cluster.name(worker)} {cause}."
-
-
-# TensorFlow raises one of these errors if a collective fails or is aborted.
-_COLLECTIVE_ERRORS = (
-    tf.errors.AbortedError,
-    tf.errors.CancelledError,
-    tf.errors.DeadlineExceededError,
-    tf.errors.FailedPreconditionError,
-    tf.errors.InternalError,
-    tf.errors.UnavailableError,
-)
+        return "is gone without a word: it was killed"
+    except (OSError, UnicodeError):
+        return "is gone without a word: its machine or the network is down"
+    return "stopped answering: the process is suspended, or the network is down"
 
 
 def describe(error: BaseException) -> str:
@@ -283,7 +299,7 @@ class StallDetector(Listener):
             self._last_step = None
 
     def record_step(self) -> None:
-        """Record the end of a step."""
+        """Record the start of training or the end of a step."""
         self._last_step = time.monotonic()
         self._timeout_s = _STALL_TIMEOUT_S
 

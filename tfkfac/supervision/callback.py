@@ -95,6 +95,9 @@ class Supervision(keras.callbacks.Callback):
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._stall_detector is not None:
             self._stall_detector.record_step()
+        watch = getattr(self.model.distribute_strategy, "watch", None)
+        if watch is not None:
+            watch.has_stepped = True
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
