@@ -119,15 +119,6 @@ def _gather_part(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
     return tf.cond(is_whole, lambda: tensor, lambda: _gather(tensor, indices))
 
 
-def _is_plain(record: Record) -> bool:
-    """True if the input is one tensor and no other argument is a tensor."""
-    arguments = tf.nest.flatten(dict(record.kwargs))
-    return isinstance(record.inputs, tf.Tensor) and all(
-        isinstance(value, (bool, int, float, str, type(None)))
-        for value in arguments
-    )
-
-
 K = TypeVar("K")
 
 
@@ -313,7 +304,12 @@ def _rows(
     block: Block, record: Record, subsample: Subsample | None
 ) -> tuple[Rows, int | tf.Tensor, Examples | None]:
     """Return the rows of a call, the batch size, and the selected examples."""
-    if subsample is not None and block.examples_first and _is_plain(record):
+    # The input must be the only tensor of the call.
+    is_plain = isinstance(record.inputs, tf.Tensor) and all(
+        isinstance(value, (bool, int, float, str, type(None)))
+        for value in tf.nest.flatten(dict(record.kwargs))
+    )
+    if subsample is not None and block.examples_first and is_plain:
         # Subsample before the conversion to rows, which saves time.
         size = size_of(record.gradient, 0)
         examples = Examples(size, subsample)

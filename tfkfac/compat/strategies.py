@@ -144,11 +144,6 @@ def _distribute_dataset(
     return distribute(dataset, options)
 
 
-def _is_mean(reduce_op: tf.distribute.ReduceOp | str) -> bool:
-    name = reduce_op if isinstance(reduce_op, str) else reduce_op.value
-    return str(name).upper() == tf.distribute.ReduceOp.MEAN.value
-
-
 @contextlib.contextmanager
 def summing_replicas(total: Sum) -> Iterator[None]:
     """Replace `ReplicaContext.all_reduce` by `total` in this thread.
@@ -170,7 +165,9 @@ def summing_replicas(total: Sum) -> Iterator[None]:
         value: Any,
         options: Any = None,
     ) -> Any:
-        count = replica.num_replicas_in_sync if _is_mean(reduce_op) else 1
+        name = reduce_op if isinstance(reduce_op, str) else reduce_op.value
+        is_mean = str(name).upper() == tf.distribute.ReduceOp.MEAN.value
+        count = replica.num_replicas_in_sync if is_mean else 1
         return tf.nest.map_structure(lambda x: total(x) / count, value)
 
     with overridden(owner, _ALL_REDUCE, all_reduce):

@@ -4,7 +4,6 @@ Vectors may be sharded over devices. The tridiagonal matrix is bitwise equal on
 all devices.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -279,12 +278,6 @@ def random_vector(size: int, seed: int, index: int | tf.Tensor) -> tf.Tensor:
     """Random vector of norm about 1, the same on every device."""
     vector = tf.random.stateless_normal([size], [seed, index])
     return vector / tf.sqrt(tf.cast(size, vector.dtype))
-
-
-def default_steps(size: int, pairs: int) -> int:
-    """Steps for r Ritz pairs of size n: `min(n, max(4 r, 2 ln n))` (FOSI)."""
-    logarithm = math.ceil(2 * math.log(max(size, 2)))
-    return min(size, max(4 * pairs, logarithm))
 
 
 class RitzPairs(NamedTuple):

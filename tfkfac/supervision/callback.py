@@ -181,8 +181,9 @@ class Supervision(keras.callbacks.Callback):
         """
         plan, now = self._optimizer.plan, self._optimizer.num_updates
         is_loaded = epoch > 0 or plan.end != self._previous_end
-        is_resumed = is_loaded and plan.is_of(epochs)
         saved_epochs = int(plan.epochs.numpy())
+        has_plan = plan.end is not None and saved_epochs == epochs
+        is_resumed = is_loaded and has_plan
         if (
             is_loaded
             and saved_epochs not in (0, epochs)
