@@ -11,11 +11,7 @@ from keras import layers
 from keras.optimizers import SGD
 
 from tests.support.curvature_models import difference_products, weight_count
-from tests.support.fosi_reference import (
-    FEATURES,
-    ROWS,
-    small,
-)
+from tests.support.fosi_reference import FEATURES, ROWS, small
 from tests.support.harness import randomize
 from tests.support.small import curvature
 

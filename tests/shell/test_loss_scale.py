@@ -11,9 +11,7 @@ import pytest
 
 import tfkfac
 from tests.support.marks import with_slow
-from tests.support.small import (
-    loss,
-)
+from tests.support.small import loss
 from tests.support.strategies import copies, strategy
 from tests.support.training import (
     FEEDS,
