@@ -335,25 +335,3 @@ def test_hint_at_inputs_far_from_unit_scale(capfd: Any, scale: float) -> None:
         model.train_on_batch(scale * X, Y)
     text = "inputs of layer 'hidden' are far from unit scale"
     assert (text in capfd.readouterr().err) == (scale > 1)
-
-
-# ---------------------------------------------------------------------- bytes
-def test_bytes_of_momenta() -> None:
-    """Momenta take the bytes of the weights and of their row and column sizes.
-
-    They are known before training.
-    """
-    model = compiled_mlp(step="spectral")
-    shapes = [(layer.input.shape[1], layer.units) for layer in model.layers]
-    extents = sum(inputs + 1 + outputs for inputs, outputs in shapes)
-    size = 4 * (model.count_params() + extents)
-    for _ in range(2):
-        sizes = model.optimizer.state_bytes()
-        assert sizes.pop("momenta") == size
-        model.train_on_batch(X, Y)
-    kept = [
-        variable
-        for block in state_of(model).preconditioners
-        for variable in block.momentum.variables
-    ]
-    assert sum(v.numpy().nbytes for v in kept) == size
