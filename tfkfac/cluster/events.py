@@ -29,7 +29,7 @@ EXITED: Event = {"exited": True}  # the process of the sender exits normally
 LOST = "lost"  # key of an event: the indices of workers that do not answer
 _KEYS = "tfkfac events"
 _ALIVE = f"{_KEYS}/alive"  # key that worker 0 sets
-_START_LIMIT_S = 60.0  # until worker 0 has set it
+_START_LIMIT_S = 2 * HEARTBEAT_TIMEOUT_S  # until worker 0 has set it
 _TICK_S = 0.5  # maximum interval between two calls of `Listener.on_tick`
 _RECEIVE_S = 3600.0  # limit of a wait for an event
 _EXIT_TIMEOUT_S = 2.0  # limit of each wait at the exit of the process
@@ -59,7 +59,7 @@ class EventLog:
         self._num_received = 0
         self._absent: set[int] = set()  # workers that have exited or are lost
         self._listeners: tuple[Listener, ...] = ()
-        self._next_tick = 0.0  # monotonic time
+        self._next_tick = time.monotonic()
         self._limit_s = _START_LIMIT_S  # of an answer of worker 0
         self._has_exited = threading.Event()
         self._process = os.getpid()
@@ -137,13 +137,17 @@ class EventLog:
                 seconds = max(self._next_tick - time.monotonic(), 0.001)
                 sender, event = self._inbox.get(timeout=seconds)
             except queue.Empty:
-                self._next_tick = time.monotonic() + _TICK_S
+                now = time.monotonic()
+                stood_still = now > self._next_tick + HEARTBEAT_TIMEOUT_S
                 if lost := self._find_lost():
                     self._absent |= lost
-                    if self.index == 0:
+                    if stood_still:  # the others have lost this worker
+                        lost = {self.index}
+                    if self.index == 0 and not stood_still:
                         self.post({LOST: sorted(lost)})
-                    else:  # worker 0 is lost
-                        self._inbox.put((self.index, {LOST: [0]}))
+                    else:
+                        self._inbox.put((self.index, {LOST: sorted(lost)}))
+                self._next_tick = time.monotonic() + _TICK_S
                 for listener in self._listeners:
                     listener.on_tick()
                 continue

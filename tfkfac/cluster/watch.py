@@ -38,7 +38,7 @@ _GRACE_PERIOD_S = 0.2
 # worker may raise the same error by itself, for wrong arguments, or exit too.
 _LONG_GRACE_PERIOD_S = 3.0
 # Time for the cause of a failed collective to arrive.
-_CAUSE_TIMEOUT_S = HEARTBEAT_TIMEOUT_S + 3.0
+_CAUSE_TIMEOUT_S = 2 * HEARTBEAT_TIMEOUT_S + 2.0
 _PROBE_TIMEOUT_S, _PROBE_INTERVAL_S = 1.0, 0.5
 _MAX_PROBES = 2  # of workers that are lost at the same time
 _MAX_CAUSE_CHARS = 2000
