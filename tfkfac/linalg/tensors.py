@@ -1,5 +1,6 @@
 """Finiteness checks, selection by a flag, stacking, sizes, epsilon."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,8 +27,47 @@ def are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.math.is_finite(tf.stack([tf.cast(x, widest) for x in sums]))
 
 
+def rows_finite(stacks: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return a bool per row of the first axis, True if all sums are finite."""
+    wide = [tf.cast(x, tf.float32) if x.dtype.size < 4 else x for x in stacks]
+    flags = [tf.math.is_finite(row_sums(x)) for x in wide]
+    return functools.reduce(tf.logical_and, flags)
+
+
+def row_sums(stack: tf.Tensor) -> tf.Tensor:
+    """Sum over all axes except the first."""
+    axes = list(range(1, stack.shape.rank))
+    return tf.reduce_sum(stack, axes) if axes else stack
+
+
+def row_squares(stack: tf.Tensor) -> tf.Tensor:
+    """Return half the squared norm of each row of the first axis."""
+    if stack.shape[0] == 1:  # `l2_loss` has no temporary tensor of squares
+        return tf.nn.l2_loss(stack)[None]
+    return row_sums(tf.square(stack)) / 2
+
+
+def per_row(values: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Reshape a vector to multiply the rows of the first axis of a stack."""
+    return tf.reshape(values, [-1] + [1] * (like.shape.rank - 1))
+
+
+def stacked(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Stack tensors; one tensor is not copied."""
+    return (
+        tf.stack(tensors) if len(tensors) > 1 else tf.expand_dims(tensors[0], 0)
+    )
+
+
+def unstacked(stack: tf.Tensor) -> list[tf.Tensor]:
+    """Invert `stacked`; the number of rows is static."""
+    if stack.shape[0] == 1:
+        return [tf.squeeze(stack, [0])]
+    return tf.unstack(stack)
+
+
 def select(flag: tf.Tensor, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-    """Return x if a scalar flag is true, else y."""
+    """Return x if a flag is true, else y; a scalar, or a flag per row."""
     # `tf.where` broadcasts the flag on a CPU and takes ten times as long.
     return tf.raw_ops.Select(condition=flag, x=x, y=y)
 
