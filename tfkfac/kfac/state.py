@@ -204,7 +204,9 @@ class State(Tracked):
                 members, plan.owns(rank, next(iter(members)))
             ),
         )
-        groups = partition(blocks, lambda i: plan.preconditions(rank, i))
+        # All workers have the same groups: sums over other stacks, or in another
+        # order, have other rounding errors.
+        groups = partition(blocks, lambda i: plan.layers[i].gradient_workers)
         self.preconditioners = _refill(
             self.preconditioners,
             [
