@@ -35,7 +35,7 @@ from tests.support.training import (
     shares,
 )
 from tfkfac.kfac import spectral
-from tfkfac.kfac.state import chunks
+from tfkfac.kfac.averages import chunks
 
 STEPS = shares(FEEDS["even"], 1)[:6]
 

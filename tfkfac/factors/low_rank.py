@@ -104,7 +104,6 @@ class LowRank(Factor):
     rank: int
     stack_shape: tuple[int, ...] = ()
 
-    any_size: ClassVar[bool] = False  # `probes` depend on the static size
     whole_size: ClassVar[int] = 0
 
     @property

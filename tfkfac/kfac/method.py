@@ -31,7 +31,6 @@ from tfkfac.kfac.active import (
     scale_outputs,
     with_rows,
 )
-from tfkfac.kfac.averages import Pending
 from tfkfac.kfac.length import Batch
 from tfkfac.kfac.natural import Natural, count_invalid
 from tfkfac.kfac.placement import (
@@ -44,7 +43,7 @@ from tfkfac.kfac.placement import (
 from tfkfac.kfac.scales import Moments
 from tfkfac.kfac.settings import AUTO, Distribution, KFACSettings
 from tfkfac.kfac.spectral import Spectral
-from tfkfac.kfac.state import State, local_factors
+from tfkfac.kfac.state import Pending, State, local_factors
 from tfkfac.loss.batch import trace_nested_calls
 from tfkfac.loss.terms import recognized
 from tfkfac.saving.entries import Contents

@@ -17,20 +17,19 @@ from tfkfac.compat.models import replica_variable
 from tfkfac.compat.optimizers import is_decayed, knows_variable
 from tfkfac.factors import Limit
 from tfkfac.kfac.active import ActiveBlock, ActiveGroup
-from tfkfac.kfac.length import Batch
-from tfkfac.kfac.placement import Exchange, Placement
-from tfkfac.kfac.scales import Moments
-from tfkfac.kfac.state import (
+from tfkfac.kfac.length import (
     HINT_STEP,
     LOW_FACTOR,
     LOW_SCALED_FACTOR,
     MIN_CLIPPED,
+    Batch,
     Clip,
-    Counters,
-    State,
     StepReport,
 )
-from tfkfac.linalg.tensors import stacked, unstacked
+from tfkfac.kfac.placement import Exchange, Placement
+from tfkfac.kfac.scales import Moments
+from tfkfac.kfac.state import Counters, State
+from tfkfac.linalg.tensors import unstacked
 from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
@@ -315,7 +314,7 @@ def share(
     received = exchange.share_gradients(step.group, sent, positions)
     return [
         [
-            stacked(tensors)
+            tf.stack(tensors)
             for tensors in zip(*(received[i] for i in x.positions), strict=True)
         ]
         for x in groups
@@ -328,7 +327,7 @@ def matrices_of(group: ActiveGroup, step: Step) -> MatrixGradient:
         layer.block.to_matrix([step.gradients[i] for i in layer.indices])
         for layer in group.layers
     ]
-    W = stacked(matrices)
+    W = tf.stack(matrices)
     W.set_shape([len(matrices), *group.layers[0].block.gradient_shape])
     return MatrixGradient(W).scaled(_reciprocal(step.loss.unit))
 

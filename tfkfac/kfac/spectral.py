@@ -34,12 +34,16 @@ from tfkfac.compat.optimizers import variable_key
 from tfkfac.factors import Limit
 from tfkfac.kfac.active import ActiveBlock, ActiveGroup, output_layer
 from tfkfac.kfac.averages import (
+    MAX_ELEMENTS,
     Momentum,
     PlainMatrix,
+    chunks,
+    per_row,
     plain_bytes,
     plain_matrices,
+    rows_finite,
 )
-from tfkfac.kfac.length import RMS, WARMUP, Batch
+from tfkfac.kfac.length import HINT_STEP, RMS, WARMUP, Batch, StepReport
 from tfkfac.kfac.natural import (
     TABLES,
     Natural,
@@ -55,14 +59,12 @@ from tfkfac.kfac.natural import (
 )
 from tfkfac.kfac.placement import Exchange, Placement
 from tfkfac.kfac.scales import Moments
-from tfkfac.kfac.state import HINT_STEP, MAX_ELEMENTS, State, StepReport, chunks
+from tfkfac.kfac.state import State
 from tfkfac.linalg.polar import polar_factors
 from tfkfac.linalg.tensors import (
-    per_row,
     rounding,
     row_squares,
     row_sums,
-    rows_finite,
     select,
 )
 from tfkfac.saving.slots import planned

@@ -3,8 +3,8 @@
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -14,23 +14,27 @@ from tfkfac.compat.graphs import Tracked, state_variable
 from tfkfac.factors import Tensors
 from tfkfac.fisher.types import Statistics
 from tfkfac.kfac.averages import (
+    MAX_ELEMENTS,
     Decomposition,
     FactorAverages,
     Group,
     Momentum,
-    Pending,
     PlainMatrix,
     check_statistics,
+    chunks,
     name_in_memory_errors,
+    partition,
     plain_matrices,
+    refill,
+    same_block_key,
 )
-from tfkfac.kfac.length import SpectralLength
+from tfkfac.kfac.length import SpectralLength, StepReport
 from tfkfac.kfac.placement import Placement
-from tfkfac.linalg.tensors import stacked, unstacked
+from tfkfac.linalg.tensors import unstacked
 from tfkfac.saving.entries import Contents, Entry, Row, Spread
 from tfkfac.saving.slots import Slots
-from tfkfac.shell.small_rates import RATE
 from tfkfac.solvers import Solver
+from tfkfac.training.accumulation import Accumulation
 from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
 
@@ -41,13 +45,6 @@ FAULTS = {
     "failures": "failed decompositions of",
     "plain": "plain gradients in",
 }
-
-
-# Maximum number of weights of a group, and of those whose directions are
-# computed at the same time. The memory of a language model with 23 M weights (6
-# layers) was 1.48 times that of Adam without this limit and 1.30 times with it,
-# when momenta were twice as large.
-MAX_ELEMENTS = 1 << 22
 
 
 # Bools of blocks: their positions, and a vector.
@@ -90,74 +87,6 @@ class Preconditioner(Tracked):
         return [group for group in both if group is not None]
 
 
-T = TypeVar("T")
-S = TypeVar("S", FactorAverages, Preconditioner)
-
-
-def partition(
-    blocks: Mapping[int, Block], key: Callable[[int], Hashable]
-) -> list[dict[int, Block]]:
-    """Group blocks of equal factors, dtype and `key(position)`."""
-    groups: dict[Hashable, dict[int, Block]] = {}
-    for i, block in blocks.items():
-        factors = tuple(sorted(block.factors.items()))
-        full_key = key(i), factors, block.dtype
-        groups.setdefault(full_key, {})[i] = block
-    return list(groups.values())
-
-
-def chunks(
-    items: Sequence[T], sizes: Sequence[int], limit: int
-) -> list[list[T]]:
-    """Split items into lists with a sum of sizes up to a limit, or one item."""
-    result: list[list[T]] = []
-    total = 0
-    for item, size in zip(items, sizes, strict=True):
-        if not result or total + size > limit:
-            result.append([])
-            total = 0
-        result[-1].append(item)
-        total += size
-    return result
-
-
-def _refill(
-    old: Sequence[S],
-    groups: Sequence[Mapping[int, Block]],
-    make: Callable[[Mapping[int, Block]], S],
-) -> tuple[S, ...]:
-    """Create the state of groups; keep the state of blocks in old groups."""
-    places = {
-        _same_block_key(block): (group, row)
-        for group in old
-        for row, block in enumerate(group.blocks)
-    }
-    result = []
-    for members in groups:
-        found = [places.get(_same_block_key(b)) for b in members.values()]
-        existing = found[0] and found[0][0]
-        rows = [(existing, row) for row in range(len(found))]
-        if existing and found == rows and len(existing.blocks) == len(rows):
-            existing.place(members)
-            result.append(existing)
-            continue
-        with name_in_memory_errors(next(iter(members.values())).path):
-            group = make(members)
-        for row, place in enumerate(found):
-            if place is not None:
-                pairs = zip(group.variables, place[0].variables, strict=False)
-                for variable, source in pairs:
-                    Row(variable, row).assign(Row(source, place[1]).numpy())
-        result.append(group)
-    return tuple(result)
-
-
-def _same_block_key(block: Block) -> Hashable:
-    """Return the key by which `_refill` finds the state of a block."""
-    factors = tuple(sorted(block.factors.items()))
-    return (id(block.layer), block.kind, factors)
-
-
 class State(Tracked):
     """The curvature state of one worker."""
 
@@ -192,22 +121,21 @@ class State(Tracked):
             )
             self._fill_plain(placement)
         blocks, plan = dict(enumerate(placement.blocks)), placement.plan
-        old = {_same_block_key(x): i for i, x in enumerate(self.blocks)}
-        keys = map(_same_block_key, placement.blocks)
+        old = {same_block_key(x): i for i, x in enumerate(self.blocks)}
+        keys = map(same_block_key, placement.blocks)
         kept = {i: old[key] for i, key in enumerate(keys) if key in old}
         self.blocks = placement.blocks
         owned = {i: block for i, block in blocks.items() if plan.owns(rank, i)}
-        self.averages = _refill(
+        self.averages = refill(
             self.averages,
             partition(owned, lambda i: tuple(plan.owns(rank, i))),
             lambda members: FactorAverages(
                 members, plan.owns(rank, next(iter(members)))
             ),
         )
-        # All workers have the same groups: sums over other stacks, or in another
-        # order, have other rounding errors.
+        # Equal on all workers: other stacks have other rounding errors.
         groups = partition(blocks, lambda i: plan.layers[i].gradient_workers)
-        self.preconditioners = _refill(
+        self.preconditioners = refill(
             self.preconditioners,
             [
                 dict(items)
@@ -262,37 +190,26 @@ class State(Tracked):
         counters = self.counters
         due_flags = tf.logical_or(due, counters.without_statistics())
         updated, finite, valid = [], [], []
-        groups = [(x, x.rows_of(statistics)) for x in self.averages]
-        stored = {x.positions[row] for x, rows in groups for row in rows}
-        others = {i: self.blocks[i] for i in statistics if i not in stored}
-        # Other workers store these averages.
-        elsewhere = partition(others, lambda i: None)
-        for group, positions in [
-            *((x, [x.positions[row] for row in rows]) for x, rows in groups),
-            *((None, list(members)) for members in elsewhere),
-        ]:
-            if not positions:
-                continue
-            specs = self.blocks[positions[0]].factors
-            by_name = {
-                name: [statistics[i][name] for i in positions] for name in specs
+        owners = {i: group for group in self.averages for i in group.positions}
+        blocks = {i: self.blocks[i] for i in sorted(statistics)}
+        for members in partition(blocks, lambda i: id(owners.get(i))):
+            positions, specs = list(members), members[min(members)].factors
+            stacks = {
+                name: Statistic(
+                    tf.stack([statistics[i][name].total for i in positions]),
+                    tf.stack([statistics[i][name].count for i in positions]),
+                )
+                for name in specs
             }
-            totals, counts = (
-                {
-                    name: stacked([getattr(s, field) for s in values])
-                    for name, values in by_name.items()
-                }
-                for field in Statistic._fields
-            )
-            complete, is_finite = check_statistics(specs, totals, counts)
-            is_due = tf.gather(due_flags, positions)
-            accepted = is_due & complete & is_finite
+            complete, is_finite = check_statistics(specs, stacks)
+            accepted = tf.gather(due_flags, positions) & complete & is_finite
             updated.append((positions, accepted))
-            if group is not None:
-                finite.append((positions, is_finite))
+            group = owners.get(positions[0])
+            if group is not None:  # else other workers store these averages
                 rows = group.rows_of(positions)
-                restarted = group.update(rows, totals, counts, decay, accepted)
-                valid.append((positions, restarted))
+                kept = group.update(rows, stacks, decay, accepted)
+                finite.append((positions, is_finite))
+                valid.append((positions, kept))
         count_each(
             due_flags & ~counters.flags(finite),
             counters.rejected,
@@ -353,7 +270,7 @@ class State(Tracked):
             if decomposition is not None and rows:
                 positions = [group.positions[row] for row in rows]
                 stacks = {
-                    name: stacked([parts[i][name] for i in positions])
+                    name: tf.stack([parts[i][name] for i in positions])
                     for name in parts[positions[0]]
                 }
                 flags = decomposition.replace(
@@ -541,74 +458,64 @@ class Counters(Slots):
         )
 
 
-class Clip(NamedTuple):
-    """Clip factor of one step, and the squared length before the clip."""
+class Pending(Accumulation):
+    """Sums of gradients and statistics over the micro-batches of a step.
 
-    factor: tf.Tensor
-    """Factor that multiplies the preconditioned gradients."""
-    length: tf.Tensor
-    """Squared Fisher length of the step before the clip."""
-
-
-# Names of the step metrics; a metric is NaN where it does not apply.
-_NAMES = ("clip_factor", "length", "damping")
-# Print the clip hint in step `HINT_STEP` if in at least `MIN_CLIPPED` steps the
-# clip factor was below `LOW_FACTOR` and the squared length over `_MIN_LENGTH`.
-HINT_STEP, MIN_CLIPPED, LOW_FACTOR, _MIN_LENGTH = 20, 12, 0.1, 2.0
-# Count a step for the hint on the scale of the inputs if its clip factor times
-# `max(1, learning rate / RATE)` is below this bound. On raw pixels, dense
-# layers of 64 units have factors of 0.1 to 0.15 from step 6 on.
-LOW_SCALED_FACTOR = 0.25
-
-
-class StepReport(Slots):
-    """Metrics of the last step, in variables of one replica.
-
-    Attributes:
-        clipped: Number of the first steps with a clip factor below `LOW_FACTOR`
-            and a squared length over `_MIN_LENGTH`.
-        short: Number of the first steps with a scaled clip factor below
-            `LOW_SCALED_FACTOR`.
+    `blocks` are, by position, the blocks observed by this replica.
     """
 
-    def __init__(self) -> None:
-        super().__init__("report")
-        self.steps = self.slot("reported_steps", saved=False)
-        self.clipped = self.slot("clipped_steps", saved=False)
-        self.short = self.slot("short_steps", saved=False)
-        self.hints = self.slot("clip_hints", saved=False)
-        self._values = {
-            name: self.slot(name, (), "float64", saved=False) for name in _NAMES
-        }
+    def __init__(
+        self, steps: int, job: Job, blocks: Mapping[int, Block]
+    ) -> None:
+        super().__init__(steps, job)
+        self._blocks = dict(blocks)
+        self._totals = [
+            [self._sum(b, name, spec.shape) for name, spec in b.factors.items()]
+            for b in blocks.values()
+        ]
+        self._counts = [
+            self._sum(b, "counts", [len(b.factors)]) for b in blocks.values()
+        ]
+        self.moments = self.slot(
+            "moments",
+            (None,),
+            "float64",
+            spread=Spread.PARTIAL,
+            is_finite=False,
+        )
 
-    def record(
-        self, clip: Clip, damping: tf.Tensor, rate: tf.Tensor | None
-    ) -> tf.Tensor:
-        """Record the metrics of a step.
+    def _sum(self, block: Block, name: str, shape: Sequence[int]) -> Any:
+        fields: Any = {"spread": Spread.PARTIAL, "is_finite": False}
+        return self.slot(name, shape, block.dtype, layer=block.path, **fields)
 
-        Returns True in step `HINT_STEP` if most steps up to it were short.
-        `rate` is SGD's learning rate, or None for another inner optimizer.
-        """
-        length = tf.square(clip.factor) * clip.length
-        self.assign(clip_factor=clip.factor, length=length, damping=damping)
-        is_early = self.steps <= HINT_STEP
-        is_clipped = (clip.factor < LOW_FACTOR) & (clip.length > _MIN_LENGTH)
-        self.clipped.assign_add(tf.cast(is_early & is_clipped, tf.int64))
-        is_short = is_clipped
-        if rate is not None:
-            scaled = clip.factor * tf.cast(rate / RATE, clip.factor.dtype)
-            is_short |= tf.maximum(scaled, clip.factor) < LOW_SCALED_FACTOR
-        self.short.assign_add(tf.cast(is_early & is_short, tf.int64))
-        return tf.equal(self.steps, HINT_STEP) & (self.short >= MIN_CLIPPED)
+    def is_for(self, blocks: Mapping[int, Block]) -> bool:
+        """True if blocks have the positions, paths and factors of the sums."""
+        return [(i, b.path, b.factors) for i, b in blocks.items()] == [
+            (i, b.path, b.factors) for i, b in self._blocks.items()
+        ]
 
-    def assign(self, **values: tf.Tensor) -> None:
-        """Assign metrics of a step, by name."""
-        for name, value in values.items():
-            self._values[name].assign(tf.cast(value, tf.float64))
-        self.steps.assign_add(1)
+    def add_statistics(self, statistics: Statistics) -> tf.Tensor:
+        """Add the statistics of each block in a micro-batch."""
+        for (i, block), totals, counts in self._sums_by_block():
+            if i in statistics:
+                increments = [statistics[i][name] for name in block.factors]
+                for total, statistic in zip(totals, increments, strict=True):
+                    total.assign_add(statistic.total)
+                counts.assign_add(tf.stack([s.count for s in increments]))
+        return tf.constant(0)
 
-    def values(self) -> dict[str, float]:
-        """Return the metrics of the last step; empty before the first step."""
-        if int(self.steps.numpy()) == 0:
-            return {}
-        return {name: float(v.numpy()) for name, v in self._values.items()}
+    def statistics(self) -> dict[int, dict[str, Statistic]]:
+        """Return the sums of the statistics of each block so far."""
+        result = {}
+        for (i, block), totals, counts in self._sums_by_block():
+            row_counts = tf.unstack(tf.convert_to_tensor(counts))
+            sums = map(Statistic, map(tf.convert_to_tensor, totals), row_counts)
+            result[i] = dict(zip(block.factors, sums, strict=True))
+        return result
+
+    def _sums_by_block(
+        self,
+    ) -> Iterator[tuple[tuple[int, Block], list[Any], Any]]:
+        """Return ((position, block), totals, counts) of every block."""
+        items = self._blocks.items()
+        return zip(items, self._totals, self._counts, strict=True)

@@ -1,6 +1,5 @@
 """Finiteness checks, selection by a flag, stacking, sizes, epsilon."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,13 +26,6 @@ def are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.math.is_finite(tf.stack([tf.cast(x, widest) for x in sums]))
 
 
-def rows_finite(stacks: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return a bool per row of the first axis, True if all sums are finite."""
-    wide = [tf.cast(x, tf.float32) if x.dtype.size < 4 else x for x in stacks]
-    flags = [tf.math.is_finite(row_sums(x)) for x in wide]
-    return functools.reduce(tf.logical_and, flags)
-
-
 def row_sums(stack: tf.Tensor) -> tf.Tensor:
     """Sum over all axes except the first."""
     axes = list(range(1, stack.shape.rank))
@@ -47,21 +39,9 @@ def row_squares(stack: tf.Tensor) -> tf.Tensor:
     return row_sums(tf.square(stack)) / 2
 
 
-def per_row(values: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """Reshape a vector to multiply the rows of the first axis of a stack."""
-    return tf.reshape(values, [-1] + [1] * (like.shape.rank - 1))
-
-
-def stacked(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Stack tensors; one tensor is not copied."""
-    return (
-        tf.stack(tensors) if len(tensors) > 1 else tf.expand_dims(tensors[0], 0)
-    )
-
-
 def unstacked(stack: tf.Tensor) -> list[tf.Tensor]:
-    """Invert `stacked`; the number of rows is static."""
-    if stack.shape[0] == 1:
+    """Invert `tf.stack`; the number of rows is static."""
+    if stack.shape[0] == 1:  # `tf.unstack` would copy
         return [tf.squeeze(stack, [0])]
     return tf.unstack(stack)
 
