@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.compat.functions import shared_call
+from tfkfac.compat.graphs import once_per_graph
 from tfkfac.factors.base import VALUES, Factor, MatrixPart, Part, Side, Tensors
 from tfkfac.factors.matrices import Dense, Stack
 from tfkfac.linalg.symmetric import eigh, symmetrize
@@ -30,6 +30,12 @@ def probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
     2011, section 4.6), equal on all workers and in all runs. The graph stores
     only signs and frequencies and computes the matrix.
     """
+    key = "probes", size, rank, dtype
+    return once_per_graph(key, lambda: _probes(size, rank, dtype))
+
+
+def _probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
+    """Compute the result of `probes`."""
     signs, frequencies = _random_transform(size, rank)
     # Compute the angles in integers: float32 cannot represent the products.
     odd = tf.expand_dims(tf.range(1, 2 * size, 2, tf.int64), 1)
@@ -134,12 +140,7 @@ class LowRank(Factor):
     # ---------------------------------------------------------------- values
     @override
     def gram(self, rows: tf.Tensor) -> tf.Tensor:
-        rows = tf.reshape(rows, [-1, *self.stack_shape, self.size])
-        return shared_call(
-            ("sketch", self),
-            lambda rows: self.repeated_gram(rows.dtype)(rows),
-            rows,
-        )
+        return self.repeated_gram(rows.dtype)(rows)
 
     @override
     def repeated_gram(
