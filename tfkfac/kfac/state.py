@@ -1,7 +1,6 @@
 """State of one worker: factors, decompositions and counters of its blocks."""
 
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,14 +13,12 @@ from tfkfac.compat.graphs import Tracked, state_variable
 from tfkfac.factors import Tensors
 from tfkfac.fisher.types import Statistics
 from tfkfac.kfac.averages import (
-    MAX_ELEMENTS,
     Decomposition,
     FactorAverages,
     Group,
     Momentum,
     PlainMatrix,
     check_statistics,
-    chunks,
     name_in_memory_errors,
     partition,
     plain_matrices,
@@ -137,15 +134,7 @@ class State(Tracked):
         groups = partition(blocks, lambda i: plan.layers[i].gradient_workers)
         self.preconditioners = refill(
             self.preconditioners,
-            [
-                dict(items)
-                for members in groups
-                for items in chunks(
-                    list(members.items()),
-                    [math.prod(b.gradient_shape) for b in members.values()],
-                    MAX_ELEMENTS,
-                )
-            ],
+            groups,
             lambda members: Preconditioner(
                 members,
                 placement.solver,
@@ -190,10 +179,18 @@ class State(Tracked):
         counters = self.counters
         due_flags = tf.logical_or(due, counters.without_statistics())
         updated, finite, valid = [], [], []
-        owners = {i: group for group in self.averages for i in group.positions}
-        blocks = {i: self.blocks[i] for i in sorted(statistics)}
-        for members in partition(blocks, lambda i: id(owners.get(i))):
-            positions, specs = list(members), members[min(members)].factors
+        groups: list[tuple[FactorAverages | None, list[int]]] = [
+            (group, [i for i in group.positions if i in statistics])
+            for group in self.averages
+        ]
+        # Other workers store the averages of other blocks.
+        stored = {i for _, positions in groups for i in positions}
+        others = {i: self.blocks[i] for i in statistics if i not in stored}
+        groups += [(None, list(x)) for x in partition(others, lambda _: None)]
+        for group, positions in groups:
+            if not positions:
+                continue
+            specs = self.blocks[positions[0]].factors
             stacks = {
                 name: Statistic(
                     tf.stack([statistics[i][name].total for i in positions]),
@@ -204,8 +201,7 @@ class State(Tracked):
             complete, is_finite = check_statistics(specs, stacks)
             accepted = tf.gather(due_flags, positions) & complete & is_finite
             updated.append((positions, accepted))
-            group = owners.get(positions[0])
-            if group is not None:  # else other workers store these averages
+            if group is not None:
                 rows = group.rows_of(positions)
                 kept = group.update(rows, stacks, decay, accepted)
                 finite.append((positions, is_finite))
