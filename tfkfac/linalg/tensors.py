@@ -1,4 +1,4 @@
-"""Finiteness checks, selection by a flag, stacking, sizes, epsilon."""
+"""Finiteness checks, selection by flags, sums of rows, sizes, epsilon."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -60,13 +60,6 @@ def nan_unless(valid: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
     """
     flag = tf.cast(valid, tensor.dtype)
     return tf.where(valid, tensor, tf.zeros_like(tensor)) / flag
-
-
-def stack_scalars(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Stack scalars of any float dtypes into a float64 vector."""
-    widest = max((x.dtype for x in scalars), key=lambda dtype: dtype.size)
-    vector = tf.stack([tf.cast(x, widest) for x in scalars])
-    return tf.cast(vector, tf.float64)
 
 
 def rounding(dtype: tf.DType) -> float:
