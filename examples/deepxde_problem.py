@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 import deepxde as dde
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -49,13 +50,16 @@ def boundary(bc: Any, x: Any, network: Any) -> tuple[Any, Any]:
 
 
 if __name__ == "__main__":
-    from equations import mlp
-
     dde.config.set_default_float("float64")
+    keras.config.set_floatx("float64")
     line = dde.geometry.Interval(0, 1)
     ends = dde.icbc.DirichletBC(line, lambda x: 0 * x, lambda _, on: on)
-    pde, u = (lambda x, y: dde.grad.hessian(y, x) - x), mlp(1, 16)
-    residuals, points = conditions(dde.data.PDE(line, pde, ends, 50, 2), u)
+    layers = [keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)]
+    u = keras.Sequential([keras.Input((1,)), *layers])
+    data = dde.data.PDE(
+        line, lambda x, y: dde.grad.hessian(y, x) - x, ends, 50, 2
+    )
+    residuals, points = conditions(data, u)
     optimizer, weights = tfkfac.GaussNewton(), u.trainable_variables
     optimizer.minimize(residuals, weights, points, steps=100)
     print(u(np.array([[0.5]])))  # -1/16

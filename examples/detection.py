@@ -1,108 +1,89 @@
-"""Detect the digits on a canvas: classes, boxes and masks, as Mask R-CNN.
+"""Detect a digit on a canvas: class, box and mask, as Mask R-CNN does.
 
-    python examples/detection.py --optimizer 'kfac:skip_layers=["neck"]' sgd
+    python examples/detection.py --optimizer kfac adam
 
-The backbone is pretrained and frozen. K-FAC preconditions the heads; the rest
-optimizer trains the neck, which `skip_layers` excludes.
+A proposal is an inaccurate box of the digit. The backbone is trained before, to
+classify digits. `skip_layers` leaves the neck to the rest optimizer.
 """
 
+import argparse
+from typing import Any
+
 import keras
+import numpy as np
+import tensorflow as tf
 from keras import layers
+from sklearn.datasets import load_digits
 
-from common import canvases, data
-from common.session import Defaults, Session, make_parser
+import tfkfac
 
-DEFAULTS = Defaults(
-    epochs=6,
-    batch_size=32,
-    metric="masks_iou",
-    target=0.8,
-    rates={"adam": 0.002},
-    optimizers=('kfac:skip_layers=["neck"]', "adam"),
-)
-LOSSES = {
-    "classes": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    "boxes": keras.losses.MeanSquaredError(),
-    "masks": keras.losses.BinaryCrossentropy(from_logits=True),
-}
+SIDE, DIGIT, BATCH = 24, 8, 32  # pixels, pixels, examples
+LABELS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def main() -> None:
-    options = make_parser(__doc__, DEFAULTS).parse_args()
-    session = Session(options, "box and mask heads")
-    source = data.load(options)
-    regions = canvases.load_regions(source, 128 if options.quick else 1024)
-    keras.utils.set_random_seed(options.seed)
-    weights = pretrain(source, epochs=2 if options.quick else 10)
-    for run in session.runs(len(regions.train)):
-        with session.strategy.scope():
-            frozen = backbone()
-            frozen.set_weights(weights)
-            frozen.trainable = False
-            model = detector(frozen)
-            iou = keras.metrics.BinaryIoU([1], threshold=0, name="iou")
-            metrics = {"classes": "accuracy", "masks": iou}
-            model.compile(run.optimizer, LOSSES, metrics=metrics)
-        model.fit(
-            regions.train_batches(options.batch_size, options.seed),
-            shuffle=False,  # the batches are shuffled
-            epochs=options.epochs,
-            validation_data=regions.test_batches(),
-            callbacks=run.callbacks,
-        )
-
-
-def backbone() -> keras.Model:
-    """Three convolutions; its features have half of the resolution."""
-    return keras.Sequential(
-        [
-            keras.Input((None, None, 1)),
-            layers.Conv2D(32, 3, padding="same", activation="relu"),
-            layers.Conv2D(32, 3, 2, padding="same", activation="relu"),
-            layers.Conv2D(64, 3, padding="same", activation="relu"),
-        ],
-        name="backbone",
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    names = ["kfac", "adam"]
+    parser.add_argument("--optimizer", nargs="+", choices=names, default=names)
+    parser.add_argument("--epochs", type=int, default=6)
+    options = parser.parse_args()
+    (x, y), test = load(1024, seed=0), load(256, seed=1)
+    for name in options.optimizer:
+        kfac = tfkfac.KFAC(0.1, skip_layers=["neck"])
+        model = build(kfac if name == "kfac" else keras.optimizers.Adam(0.002))
+        print(f"box and mask heads with {name}")
+        model.fit(x, y, BATCH, options.epochs, verbose=2, validation_data=test)
 
 
-def pretrain(images: data.Data, epochs: int) -> list:
-    """Return the weights of a backbone trained to classify digits."""
-    trained = backbone()
-    model = keras.Sequential(
-        [
-            keras.Input(images.image_shape),
-            layers.Resizing(20, 20),  # about the size of a digit on a canvas
-            trained,
-            layers.GlobalMaxPooling2D(),
-            layers.Dense(images.num_classes),
-        ]
-    )
-    model.compile(keras.optimizers.Adam(2e-3), LOSSES["classes"])
-    batches = images.train_batches(64, seed=0)
-    model.fit(batches, epochs=epochs, shuffle=False, verbose=0)
-    return trained.get_weights()
+def load(count: int, seed: int) -> tuple[Any, Any]:
+    """Return canvases and proposals, and the targets of the three heads."""
+    random, (x, y) = np.random.default_rng(seed), load_digits(return_X_y=True)
+    images = random.uniform(0, 0.1, (count, SIDE, SIDE, 1)).astype("float32")
+    chosen = random.integers(len(y), size=count)
+    corners = random.integers(SIDE - DIGIT + 1, size=(count, 2))
+    for image, digit, (top, left) in zip(images, chosen, corners, strict=True):
+        image[top : top + 8, left : left + 8, 0] += x[digit].reshape(8, 8) / 16
+    boxes = np.hstack([corners, corners + DIGIT]) / SIDE
+    noise = 0.08 * DIGIT / SIDE * random.standard_normal(boxes.shape)
+    proposals = np.clip(boxes + noise, 0, 1).astype("float32")
+    masks = crop(np.float32(images > 0.4), proposals, 14).numpy() > 0.5
+    targets = {"classes": y[chosen], "boxes": boxes - proposals, "masks": masks}
+    return [images, proposals], targets
 
 
-def detector(features_of: keras.Model) -> keras.Model:
-    """Two heads on the features of all proposals."""
-    pixels = keras.Input((canvases.SIDE, canvases.SIDE, 1), name="images")
-    proposals = keras.Input((canvases.DIGITS, 4), name="proposals")
-    neck = layers.Conv2D(32, 1, activation="relu", name="neck")
-    features = neck(features_of(pixels))
-    x = canvases.RegionAlign(7)(features, proposals)
-    x = layers.Reshape((canvases.DIGITS, -1))(x)
-    for _ in range(2):
-        x = layers.Dense(128, activation="relu")(x)
-    y = canvases.RegionAlign(14)(features, proposals)
-    for _ in range(2):
-        convolution = layers.Conv2D(32, 3, padding="same", activation="relu")
-        y = layers.TimeDistributed(convolution)(y)
-    enlarge = layers.Conv2DTranspose(32, 2, strides=2, activation="relu")
-    y = layers.TimeDistributed(enlarge)(y)
-    inputs = {"images": pixels, "proposals": proposals}
-    classes, boxes = layers.Dense(10)(x), layers.Dense(4)(x)
-    outputs = {"classes": classes, "boxes": boxes, "masks": layers.Dense(1)(y)}
-    return keras.Model(inputs, outputs, name="detector")
+def crop(features: Any, boxes: Any, side: int) -> tf.Tensor:
+    rows = tf.range(tf.shape(boxes)[0])
+    return tf.image.crop_and_resize(features, boxes, rows, (side, side))
+
+
+def build(optimizer: Any) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    x, y = load_digits(return_X_y=True)
+    convolve = {"padding": "same", "activation": "relu"}
+    hidden = [layers.Conv2D(filters, 3, **convolve) for filters in (32, 64)]
+    backbone = keras.Sequential([keras.Input((None, None, 1)), *hidden])
+    head = [layers.GlobalMaxPooling2D(), layers.Dense(10)]
+    classifier = keras.Sequential([backbone, *head])
+    classifier.compile("adam", LABELS)
+    classifier.fit(x.reshape(-1, 8, 8, 1) / 16, y, epochs=10, verbose=0)
+    backbone.trainable = False
+    inputs = keras.Input((SIDE, SIDE, 1)), keras.Input((4,))
+    neck = layers.Conv2D(32, 1, name="neck", **convolve)
+    align = layers.Lambda(lambda pair: crop(pair[0], pair[1], side=7))
+    squares = align((neck(backbone(inputs[0])), inputs[1]))
+    x = layers.Dense(128, "relu")(layers.Flatten()(squares))
+    y = layers.Conv2D(32, 3, **convolve)(squares)
+    y = layers.Conv2DTranspose(32, 2, 2, activation="relu")(y)
+    outputs = {"classes": layers.Dense(10)(x), "boxes": layers.Dense(4)(x)}
+    outputs["masks"] = layers.Conv2D(1, 1)(y)
+    model = keras.Model(inputs, outputs)
+    masks = keras.losses.BinaryCrossentropy(from_logits=True)
+    losses = {"classes": LABELS, "boxes": "mse", "masks": masks}
+    iou = keras.metrics.BinaryIoU([1], threshold=0, name="iou")
+    model.compile(optimizer, losses, metrics={"masks": iou})
+    return model
 
 
 if __name__ == "__main__":

@@ -6,15 +6,16 @@ Compute and print the five largest and the five smallest Ritz values of the
 Hessian of the loss on one fixed batch, before the training and every N steps.
 """
 
+import argparse
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
 
-from common import data, networks
-from common.arguments import make_parser_of
 from tfkfac import curvature
 
 COUNT = 5  # values at each end
@@ -36,16 +37,13 @@ class Spectrum(keras.callbacks.Callback):
         self.compute = tf.function(self._compute, autograph=False)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self.record()
+        self.on_train_batch_end(0)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if int(self.model.optimizer.iterations) % self.interval == 0:
-            self.record()
-
-    def record(self) -> None:
         step = int(self.model.optimizer.iterations)
-        values = self.values[step] = self.compute().numpy()
-        print(f"{step:6}", "".join(f"{value:11.3g}" for value in values))
+        if step % self.interval == 0:
+            values = self.values[step] = self.compute().numpy()
+            print(f"{step:6}", "".join(f"{value:11.3g}" for value in values))
 
     def _compute(self) -> tf.Tensor:
         values, _ = curvature.lanczos(
@@ -60,47 +58,32 @@ class Spectrum(keras.callbacks.Callback):
         return values
 
 
-def plot(values: dict[int, np.ndarray], path: str) -> None:
-    """Plot the largest Ritz values in a panel above the smallest."""
-    figure = Figure(figsize=(7, 6), layout="constrained")
-    lines = np.stack([*values.values()])
-    for axes, name, part in zip(
-        figure.subplots(2, 1, sharex=True),
-        ("largest", "smallest"),
-        (lines[:, COUNT:], lines[:, :COUNT]),
-        strict=True,
-    ):
-        axes.plot([*values], part, linewidth=1, marker=".")
-        axes.set(ylabel=f"{name} {COUNT} Ritz values", xlabel="steps")
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
-    print(f"Plot: {path}")
-
-
 def main() -> None:
-    parser = make_parser_of(__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--every", type=int, default=50, metavar="STEPS")
     parser.add_argument("--output", default="spectrum.png")
     options = parser.parse_args()
     keras.utils.set_random_seed(0)
-    digits = data.digits()
-    model = networks.mlp(digits.image_shape, digits.num_classes)
-    model.compile(
-        keras.optimizers.Adam(0.008),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
-    batch = next(iter(digits.train_batches(500, seed=0)))
-    spectrum = Spectrum(batch, options.every)
-    model.fit(
-        digits.train_batches(64, seed=0),
-        epochs=options.epochs,
-        validation_data=digits.test_batches(),
-        verbose=0,
-        callbacks=[spectrum],
-    )
-    plot(spectrum.values, options.output)
+    x, y = load_digits(return_X_y=True)
+    x = (x / 16).astype("float32")
+    hidden = [layers.Dense(512, "relu"), layers.Dense(512, "relu")]
+    model = keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(10)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.008), loss)
+    spectrum = Spectrum((x[:500], y[:500]), options.every)
+    model.fit(x, y, 64, options.epochs, verbose=0, callbacks=[spectrum])
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    largest, smallest = figure.subplots(2, 1, sharex=True)
+    values = np.stack([*spectrum.values.values()])
+    largest.plot([*spectrum.values], values[:, COUNT:], marker=".")
+    smallest.plot([*spectrum.values], values[:, :COUNT], marker=".")
+    figure.supxlabel("steps")
+    figure.supylabel(f"{COUNT} smallest and {COUNT} largest Ritz values")
+    figure.savefig(options.output, dpi=150)
+    print(f"Plot: {options.output}")
 
 
 if __name__ == "__main__":

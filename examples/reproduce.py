@@ -14,8 +14,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from common.arguments import make_parser_of, positive
-from common.tables import table
 from experiments import EXPERIMENTS
 from experiments.running import MEASURES
 
@@ -38,7 +36,8 @@ def main(command_line: Sequence[str] | None = None) -> None:
         }
         for case, result in zip(cases, results, strict=True)
     ]
-    print(table([*rows[0]], [[*map(_text, row.values())] for row in rows]))
+    for row in ([*rows[0]], *(row.values() for row in rows)):
+        print("  ".join(_text(value).ljust(22) for value in row).rstrip())
     print(f"\nNot run here: {experiment.elsewhere}")
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / f"{options.experiment}.csv"
@@ -56,14 +55,17 @@ def _text(value: Any) -> str:
 
 
 def parse(command_line: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = make_parser_of(__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("experiment", nargs="?", metavar="EXPERIMENT", choices=EXPERIMENTS)
     add("--list", action="store_true", help="print all names")
     add("--quick", action="store_true")
     add(
         "--jobs",
-        type=positive,
+        type=int,
         default=1,
         metavar="N",
         help="trainings at a time, one thread for each worker",

@@ -1,83 +1,89 @@
-"""Classify the pixels of digits on a canvas, with a U-Net.
+"""Classify the pixels of two digits on a canvas, with a U-Net.
 
     python examples/segmentation.py --optimizer kfac adam
-    python tools/launch.py 2 -- python examples/segmentation.py
 
-The digits are scikit-learn's unless --dataset names another set, such as mnist.
-The Dice score is the mean over the ten digits.
+The metric is the mean overlap (IoU) of the ten digits' pixels.
 """
 
+import argparse
+from typing import Any
+
 import keras
+import numpy as np
 from keras import layers
+from sklearn.datasets import load_digits
 
-from common import canvases, data
-from common.session import Defaults, Session, make_parser
+import tfkfac
 
-DEFAULTS = Defaults(
-    epochs=6, batch_size=32, metric="dice", target=0.9, rates={"adam": 0.002}
-)
+# Learning rates, which fall linearly to 0.
+RATES = {"kfac": 0.1, "adam": 0.002}
+SIDE, CELL, DIGIT, INK, BATCH = 48, 24, 16, 0.4, 32
 CLASSES = 11  # the background and ten digits
 
 
-class Dice(keras.metrics.MeanIoU):
-    """Mean Dice score 2 |A n B| / (|A| + |B|) of all classes but class 0."""
-
-    def __init__(self) -> None:
-        super().__init__(CLASSES, sparse_y_pred=False, name="dice")
-
-    def result(self) -> keras.KerasTensor:
-        counts = keras.ops.cast(self.total_cm, "float32")
-        hits = keras.ops.diagonal(counts)
-        sizes = keras.ops.sum(counts, 0) + keras.ops.sum(counts, 1)
-        return keras.ops.mean(2 * hits[1:] / keras.ops.maximum(sizes[1:], 1))
-
-
 def main() -> None:
-    options = make_parser(__doc__, DEFAULTS).parse_args()
-    session = Session(options, "U-Net on canvases")
-    count = 128 if options.quick else 1024
-    train, test = (
-        data.Split(part.images, part.labels)
-        for part in canvases.compose_all(data.load(options), count)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    images = data.Data(train, test)
-    for run in session.runs(len(images.train)):
-        with session.strategy.scope():
-            model = unet(filters=4 if options.quick else 16)
-            model.compile(
-                optimizer=run.optimizer,
-                loss=keras.losses.SparseCategoricalCrossentropy(
-                    from_logits=True
-                ),
-                metrics=[Dice()],
-            )
-        model.fit(
-            images.train_batches(options.batch_size, options.seed),
-            shuffle=False,  # the batches are shuffled
-            epochs=options.epochs,
-            validation_data=images.test_batches(),
-            callbacks=run.callbacks,
+    add = parser.add_argument
+    add("--optimizer", nargs="+", choices=RATES, default=["kfac", "adam"])
+    add("--examples", type=int, default=1024)
+    add("--epochs", type=int, default=6)
+    options = parser.parse_args()
+    (x, y), test = canvases(options.examples, 0), canvases(256, 1)
+    for name in options.optimizer:
+        keras.utils.set_random_seed(0)
+        rate = keras.optimizers.schedules.PolynomialDecay(
+            RATES[name], options.epochs * -(-len(x) // BATCH), 0.0
         )
+        adam = keras.optimizers.Adam(rate)
+        model = build(adam if name == "adam" else tfkfac.KFAC(rate))
+        print(f"U-Net with {name}")
+        model.fit(x, y, BATCH, options.epochs, verbose=2, validation_data=test)
 
 
-def unet(filters: int) -> keras.Model:
-    """U-Net of Ronneberger et al., with three resolutions."""
-    inputs = keras.Input((canvases.SIDE, canvases.SIDE, 1))
+def canvases(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return noisy images of two digits, and the class of each pixel."""
+    pixels, digits = load_digits(return_X_y=True)
+    pixels = np.kron(pixels.reshape(-1, 8, 8) / 16, np.ones((1, 2, 2)))
+    random = np.random.default_rng(seed)
+    images = random.uniform(0, 0.1, (count, SIDE, SIDE, 1)).astype("float32")
+    labels = np.zeros((count, SIDE, SIDE), "int32")
+    for image, label in zip(images, labels, strict=True):
+        for quarter in random.permutation(4)[:2]:
+            corner = CELL * np.array(divmod(quarter, 2))
+            top, left = corner + random.integers(CELL - DIGIT + 1, size=2)
+            place = np.s_[top : top + DIGIT, left : left + DIGIT]
+            digit = random.integers(len(digits))
+            image[place][..., 0] += 0.9 * pixels[digit]
+            label[place] = (pixels[digit] > INK) * (digits[digit] + 1)
+    return images, labels
+
+
+def build(optimizer: Any, filters: int = 16) -> keras.Model:
+    """Return a compiled U-Net of Ronneberger et al., of three resolutions."""
+
+    def convolutions(x: Any, filters: int) -> Any:
+        for _ in range(2):
+            x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+            x = layers.BatchNormalization(momentum=0.9, synchronized=True)(x)
+            x = layers.ReLU()(x)
+        return x
+
+    inputs = keras.Input((SIDE, SIDE, 1))
     fine = convolutions(inputs, filters)
     middle = convolutions(layers.MaxPooling2D()(fine), 2 * filters)
     x = convolutions(layers.MaxPooling2D()(middle), 4 * filters)
     for skipped, width in ((middle, 2 * filters), (fine, filters)):
         x = layers.Conv2DTranspose(width, 2, strides=2)(x)
         x = convolutions(layers.Concatenate()([skipped, x]), width)
-    return keras.Model(inputs, layers.Conv2D(CLASSES, 1)(x), name="unet")
-
-
-def convolutions(x: keras.KerasTensor, filters: int) -> keras.KerasTensor:
-    for _ in range(2):
-        x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
-        x = layers.BatchNormalization(momentum=0.9, synchronized=True)(x)
-        x = layers.ReLU()(x)
-    return x
+    model = keras.Model(inputs, layers.Conv2D(CLASSES, 1)(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    iou = keras.metrics.IoU(
+        CLASSES, range(1, CLASSES), "iou", sparse_y_pred=False
+    )
+    model.compile(optimizer, loss, metrics=[iou])
+    return model
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ PROMISED = {"_asdict", "_replace", "_current_frames"}
 LONGEST_MODULE = 600
 LONGEST_FUNCTION = 60
 MOST_MODULES = 12  # of a room
+MOST_USED_ONCE = 451  # functions with one use
 # Upper bounds: calls into another file, outside of compat/, in the trace of a
 # step of two dense layers.
 MOST_CHANGES = {
@@ -199,6 +200,22 @@ def test_modules_functions_and_packages_are_small() -> None:
     )
     del rooms[PACKAGE.name]
     assert {r: n for r, n in rooms.items() if n > MOST_MODULES} == {}
+
+
+def test_few_functions_are_used_once() -> None:
+    """Functions with a name of their own, to which one place refers."""
+    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    defined = collections.Counter(
+        node.name for node in nodes if isinstance(node, ast.FunctionDef)
+    )
+    uses = collections.Counter(
+        node.id if isinstance(node, ast.Name) else node.attr
+        for node in nodes
+        if isinstance(node, (ast.Name, ast.Attribute))
+    )
+    once = [n for n in defined if defined[n] == uses[n] == 1]
+    print(f"functions with one use: {len(once)}")  # shown by `pytest -rP`
+    assert len(once) <= MOST_USED_ONCE
 
 
 def check_changes(name: str, counts: Counts) -> None:

@@ -24,5 +24,4 @@ if [[ "$1" == --workers ]]; then
   shift 2
 fi
 "${launch[@]}" "$python" "$root/examples/classification.py" \
-  --dataset digits --model cnn --optimizer kfac sgd adam \
-  --plot "$root/demo/digits.png" --log-dir "$root/demo" "$@"
+  --optimizer kfac sgd adam "$@"

@@ -1,6 +1,6 @@
 """Start the workers of a TensorFlow cluster on this machine.
 
-    python tools/launch.py 2 -- python examples/classification.py --model cnn
+    python tools/launch.py 2 -- python examples/classification.py --epochs 5
 
 Every worker runs the command with its own `TF_CONFIG`. Each line of output
 starts with the worker's name; progress bars are printed for worker 0, in their

@@ -1,7 +1,6 @@
-"""Put the modules of tools/studies and examples/ on the module path."""
+"""Put the modules of tools/studies on the module path."""
 
 import pathlib
 import sys
 
-TOOLS = pathlib.Path(__file__).parent
-sys.path += [str(TOOLS / "studies"), str(TOOLS.parent / "examples")]
+sys.path.append(str(pathlib.Path(__file__).parent / "studies"))

@@ -5,10 +5,10 @@
 
 All figures go into docs/pages/results.md, the first table and the main claims
 into README.md. The records of docs/trainings.json are trainings of
-studies/time_to_target.py, those of docs/gauss_newton.json are errors of
-examples/gauss_newton.py, those of docs/real_examples.json are trainings of
-studies/real_examples.py. docs/results.json has all other studies, each with its
-table, command, machine and commits.
+studies/time_to_target.py, those of docs/real_examples.json are
+trainings of studies/real_examples.py. docs/gauss_newton.json has the errors of
+a comparison, docs/results.json all other studies, each with its table, command,
+machine and commits.
 """
 
 import json
@@ -68,8 +68,9 @@ def write() -> None:
 def commands() -> Iterator[str]:
     """Yield the command of each study of docs/results.json, and its title."""
     for study in json.loads(RECORDS.read_text())["studies"]:
-        yield f"# {study['title']}"
-        yield study["command"]
+        if "command" in study:
+            yield f"# {study['title']}"
+            yield study["command"]
 
 
 def with_parts(text: str) -> str:

@@ -6,7 +6,7 @@ which is not implemented.
 
 from typing import Any
 
-from experiments.running import Case, Experiment, Training, optimizer
+from experiments.running import Case, Experiment, Training
 
 PAPER = "DHO2 (first version, 2025)"
 # The optimizer, its arguments, and True if one worker trains alone.
@@ -25,20 +25,27 @@ ELSEWHERE = "DenseNet-201, VGG-16, larger ResNets and Swin, on 32 GPUs."
 
 def method(case: Case, quick: bool) -> Training:
     name, arguments, alone = METHODS[case["method"]]
-    setting = "--dataset cifar10 --model resnet20 --target 0.8"
-    if quick:
-        setting = "--model mlp --epochs 12 --target 0.97"
-        arguments = arguments | (QUICK_FOSI if name == "fosi" else {})
-    workers = 1 if alone else 2 if quick else 4
-    return Training(optimizer(name, **arguments), setting, workers)
+    if quick and name == "fosi":
+        arguments = arguments | QUICK_FOSI
+    return Training(
+        name,
+        arguments,
+        model="mlp" if quick else "resnet20",
+        dataset="digits" if quick else "cifar10",
+        epochs=12 if quick else 20,
+        target=0.97 if quick else 0.8,
+        workers=1 if alone else 2 if quick else 4,
+    )
 
 
 def layout(case: Case, quick: bool) -> Training:
-    fosi = optimizer(
-        "fosi", layout=case["layout"], num_largest=8, lanczos_steps=40
+    return Training(
+        "fosi",
+        {"layout": case["layout"], "num_largest": 8, "lanczos_steps": 40},
+        model="mlp" if quick else "resnet32",
+        epochs=1,
+        workers=case["devices"],
     )
-    model = "mlp" if quick else "resnet32"
-    return Training(fosi, f"--quick --model {model}", case["devices"])
 
 
 EXPERIMENTS = {

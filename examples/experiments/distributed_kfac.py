@@ -1,31 +1,35 @@
 """Pauloski et al., Deep Neural Network Training With Distributed K-FAC."""
 
-from experiments.running import Case, Experiment, Training, optimizer
+from typing import Any
+
+from experiments.running import Case, Experiment, Training
 
 PAPER = "Distributed K-FAC (IEEE TPDS 2022)"
 ELSEWHERE = "ResNet-50 and deeper on ImageNet, on up to 256 GPUs."
 
 
-def train(kfac: str, quick: bool, batch_size: int) -> Training:
+def train(kfac: dict[str, Any], quick: bool, batch_size: int) -> Training:
     """ResNet-32 on CIFAR-10, or an MLP on moved digits."""
-    setting = "--dataset cifar10 --model resnet32 --epochs 100"
-    if quick:
-        setting = "--dataset moved_digits --model mlp --epochs 2"
-    return Training(kfac, f"{setting} --batch-size {batch_size}")
+    return Training(
+        "kfac",
+        kfac,
+        model="mlp" if quick else "resnet32",
+        dataset="moved_digits" if quick else "cifar10",
+        epochs=2 if quick else 100,
+        batch_size=batch_size,
+    )
 
 
 def solver(case: Case, quick: bool) -> Training:
-    kfac = optimizer("kfac", solver=case["solver"])
-    return train(kfac, quick, case["batch"])
+    return train({"solver": case["solver"]}, quick, case["batch"])
 
 
 def intervals(case: Case, quick: bool) -> Training:
     interval = case["inverse interval"]
-    kfac = optimizer(
-        "kfac",
-        inverse_update_interval=interval,
-        factor_update_interval=max(1, interval // 10),
-    )
+    kfac = {
+        "inverse_update_interval": interval,
+        "factor_update_interval": max(1, interval // 10),
+    }
     return train(kfac, quick, batch_size=128)
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from experiments.running import Case, Experiment, Training, optimizer
+from experiments.running import Case, Experiment, Training
 
 PAPER = "DP-KFAC (2022)"
 # In the last method the new batch has the weight xi = 0.95 of section 6.4 in
@@ -14,28 +14,31 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(kfac: str, quick: bool, batch_size: int) -> Training:
+def train(kfac: dict[str, Any], quick: bool, batch_size: int) -> Training:
     """ResNet-32 on CIFAR-10 and four workers, or an MLP on two."""
-    setting = "--dataset cifar10 --model resnet32 --epochs 100"
-    if quick:
-        setting = "--model mlp --epochs 3"
-    workers = 2 if quick else 4
-    return Training(kfac, f"{setting} --batch-size {batch_size}", workers)
+    return Training(
+        "kfac",
+        kfac,
+        model="mlp" if quick else "resnet32",
+        dataset="digits" if quick else "cifar10",
+        epochs=3 if quick else 100,
+        batch_size=batch_size,
+        workers=2 if quick else 4,
+    )
 
 
 def local_batch(case: Case, quick: bool) -> Training:
-    kfac = optimizer("kfac", **METHODS[case["method"]])
-    return train(kfac, quick, (2 if quick else 4) * case["local batch"])
+    batch_size = (2 if quick else 4) * case["local batch"]
+    return train(METHODS[case["method"]], quick, batch_size)
 
 
 def damping(case: Case, quick: bool) -> Training:
-    kfac = optimizer(
-        "kfac",
-        distribution="dp_kfac",
-        damping=case["damping"],
-        factor_update_interval=case["interval"],
-        inverse_update_interval=case["interval"],
-    )
+    kfac = {
+        "distribution": "dp_kfac",
+        "damping": case["damping"],
+        "factor_update_interval": case["interval"],
+        "inverse_update_interval": case["interval"],
+    }
     return train(kfac, quick, 64 if quick else 128)
 
 

@@ -1,46 +1,64 @@
 """Pauloski et al., KAISA: An Adaptive Second-Order Optimizer Framework."""
 
-from experiments.running import Case, Experiment, Training, optimizer
+from typing import Any
+
+from experiments.running import Case, Experiment, Training
 
 PAPER = "KAISA (SC'21)"
-# By script: the optimizer without K-FAC, K-FAC, and arguments of a quick run.
-APPLICATIONS = {
-    "classification": ("sgd", "kfac", "--model cnn --epochs 5"),
-    "segmentation": ("adam", "kfac", "--epochs 3"),
-    "detection": ("sgd", 'kfac:skip_layers=["neck"]', "--epochs 3"),
-    "masked_language": ("adam", "kfac:kl_clip=0.005", "--epochs 1"),
+# By script: the optimizer without K-FAC, arguments of K-FAC, the target, epochs
+# of a quick run, and epochs.
+APPLICATIONS: dict[str, tuple[str, dict[str, Any], float, int, int]] = {
+    "classification": ("sgd", {}, 0.98, 5, 20),
+    "segmentation": ("adam", {}, 0.8, 3, 6),
+    "detection": ("sgd", {"skip_layers": ["neck"]}, 0.8, 3, 6),
+    "masked_language": ("adam", {"kl_clip": 0.005}, 0.35, 1, 1),
 }
 
 
-def hybrid(fraction: float) -> str:
-    return optimizer(
-        "kfac",
-        distribution="hybrid_opt",
-        gradient_worker_fraction=fraction,
-        factor_update_interval=5,
-        inverse_update_interval=10,
-    )
+def hybrid(fraction: float) -> dict[str, Any]:
+    return {
+        "distribution": "hybrid_opt",
+        "gradient_worker_fraction": fraction,
+        "factor_update_interval": 5,
+        "inverse_update_interval": 10,
+    }
 
 
 def fraction(case: Case, quick: bool) -> Training:
-    model = "cnn --epochs 2" if quick else "resnet32 --dataset cifar10"
-    return Training(hybrid(case["fraction"]), f"--model {model}", workers=4)
+    return Training(
+        "kfac",
+        hybrid(case["fraction"]),
+        model="cnn" if quick else "resnet32",
+        dataset="digits" if quick else "cifar10",
+        epochs=2 if quick else 20,
+        workers=4,
+    )
 
 
 def memory(case: Case, quick: bool) -> Training:
-    script, arguments = case["application"], "--epochs 1"
-    if quick:
-        arguments += " --quick"
-        arguments += " --model cnn" * (script == "classification")
-    kfac = hybrid(case["fraction"])
-    return Training(kfac, arguments, 2 if quick else 4, script)
+    return Training(
+        "kfac",
+        hybrid(case["fraction"]),
+        script=case["application"],
+        examples=256 if quick else 1024,
+        epochs=1,
+        batch_size=32,
+        workers=2 if quick else 4,
+    )
 
 
 def fixed_batch(case: Case, quick: bool) -> Training:
-    script = case["application"]
-    baseline, kfac, arguments = APPLICATIONS[script]
-    name = kfac if case["optimizer"] == "K-FAC" else baseline
-    return Training(name, arguments if quick else "", script=script)
+    script, is_kfac = case["application"], case["optimizer"] == "K-FAC"
+    baseline, kfac, target, quick_epochs, epochs = APPLICATIONS[script]
+    return Training(
+        "kfac" if is_kfac else baseline,
+        kfac if is_kfac else {},
+        script=script,
+        examples=8_000 if script == "masked_language" else 1024,
+        epochs=quick_epochs if quick else epochs,
+        batch_size=64 if script == "classification" else 32,
+        target=target,
+    )
 
 
 EXPERIMENTS = {

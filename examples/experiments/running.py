@@ -1,5 +1,6 @@
-"""Run the scripts of the examples in new processes, for the experiments."""
+"""Train the models of the examples in new processes, for the experiments."""
 
+import importlib
 import itertools
 import json
 import os
@@ -7,58 +8,71 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 EXAMPLES = pathlib.Path(__file__).parents[1]
-LAUNCH = EXAMPLES.parent / "tools" / "launch.py"
+TOOLS = EXAMPLES.parent / "tools"
 # Default environment: few threads, because trainings run side by side.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
     "TF_NUM_INTEROP_THREADS": "2",
     "TF_CPP_MIN_LOG_LEVEL": "3",
+    "PYTHONPATH": os.pathsep.join(map(str, (EXAMPLES, TOOLS, EXAMPLES.parent))),
 }
 Case = Mapping[str, Any]
-Record = Mapping[str, Any]  # measurements of a worker, see `session.Run`
+Record = Mapping[str, Any]  # measurements of a worker, see `train`
+# Learning rates, unless the script has others.
+RATES = {"kfac": 0.1, "sgd": 0.05, "adam": 0.002, "rmsprop": 0.001}
 
 
 class Training(NamedTuple):
-    """A script of the examples with one optimizer.
+    """A model and data of the examples, with an optimizer.
 
     Attributes:
-        optimizer: Value of `--optimizer`.
-        arguments: Further arguments, separated by blanks.
-        workers: Number of processes that train together.
+        optimizer: Name of the optimizer: "kfac", "fosi", "sgd", ...
+        arguments: Arguments of its constructor.
         script: Name of the script.
+        model: Model of the classification.
+        dataset: Data of the classification.
+        examples: Number of training examples of other scripts.
+        epochs: Number of epochs.
+        batch_size: Examples of a batch, of all workers together.
+        target: Metric whose cost is measured.
+        workers: Number of processes that train together.
     """
 
     optimizer: str
-    arguments: str
-    workers: int = 1
+    arguments: Mapping[str, Any]
     script: str = "classification"
+    model: str = "cnn"
+    dataset: str = "digits"
+    examples: int = 1024
+    epochs: int = 20
+    batch_size: int = 64
+    target: float = 0.98
+    workers: int = 1
 
     def run(self) -> list[Record]:
         """Train; return the measurements of each worker."""
         with tempfile.TemporaryDirectory() as folder:
-            script = str(EXAMPLES / f"{self.script}.py")
-            command = [sys.executable, script, "--optimizer", self.optimizer]
-            command += [*self.arguments.split(), "--json", f"{folder}/run"]
+            command = [sys.executable, __file__, folder, json.dumps(self)]
             if self.workers > 1:
-                launch = [sys.executable, str(LAUNCH), str(self.workers), "--"]
-                command = [*launch, *command]
+                launch = [TOOLS / "launch.py", str(self.workers), "--"]
+                command = [sys.executable, *map(str, launch), *command]
             done = subprocess.run(
                 command,
-                env=ENVIRONMENT | os.environ,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                env=os.environ | ENVIRONMENT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 text=True,
             )
             if done.returncode:
-                sys.exit(f"a training has failed:\n{done.stderr[-1500:]}")
+                sys.exit(f"a training has failed:\n{done.stdout[-1500:]}")
             files = sorted(pathlib.Path(folder).iterdir())
-            runs = [json.loads(file.read_text()) for file in files]
-        return [record for run in runs for record in run.values()]
+            return [json.loads(file.read_text()) for file in files]
 
 
 class Experiment(NamedTuple):
@@ -91,13 +105,123 @@ class Experiment(NamedTuple):
         ]
 
 
-def optimizer(name: str, **arguments: Any) -> str:
-    """Format an optimizer and its arguments as a value of `--optimizer`."""
-    pairs = (
-        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, value in arguments.items()
+# ------------------------------------------------------ the process of a worker
+def problem(training: Training) -> tuple[Any, Any, Callable[[Any], Any], str]:
+    """Return both data sets, a function for the model, and a metric."""
+    import keras
+
+    script: Any = importlib.import_module(training.script)
+    if training.script == "segmentation":
+        data = script.canvases(training.examples, 0), script.canvases(256, 1)
+        return *data, script.build, "iou"
+    if training.script == "detection":
+        data = script.load(training.examples, 0), script.load(256, 1)
+        return *data, script.build, "masks_iou"
+
+    def build(optimizer: Any) -> Any:
+        if training.script == "masked_language":
+            model = script.pretrained(training.examples)
+            loss, metrics = script.LOSS, {"weighted_metrics": ["accuracy"]}
+        else:
+            from common.networks import CLASSIFIERS
+
+            labels = train[1]
+            make = CLASSIFIERS[training.model]
+            model = make(train[0].shape[1:], int(labels.max()) + 1)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            metrics = {"metrics": ["accuracy"]}
+        model.compile(optimizer, loss, **metrics)
+        return model
+
+    if training.script == "masked_language":
+        train, test = script.load(training.examples)
+    elif training.dataset == "moved_digits":
+        x, y = importlib.import_module("autoencoder").moved_digits(25_000)
+        train, test = (x[:20_000], y[:20_000]), (x[20_000:], y[20_000:])
+    else:
+        train, test = script.load(training.dataset)
+    return train, test, build, "accuracy"
+
+
+def make_optimizer(training: Training, steps: int) -> Any:
+    """Return an optimizer whose rate falls linearly to 0."""
+    import keras
+
+    import tfkfac
+
+    script: Any = importlib.import_module(training.script)
+    name, rates = training.optimizer, RATES | getattr(script, "RATES", {})
+    rate = keras.optimizers.schedules.PolynomialDecay(rates[name], steps, 0.0)
+    if name == "kfac":
+        return tfkfac.KFAC(rate, **training.arguments)
+    if name == "fosi":
+        return tfkfac.FOSI(keras.optimizers.Adam(rate), **training.arguments)
+    if name == "sgd":
+        return keras.optimizers.SGD(rate, momentum=0.9)
+    first_order = {"adam": "Adam", "rmsprop": "RMSprop"}[name]
+    return getattr(keras.optimizers, first_order)(rate)
+
+
+def work(training: Training, folder: pathlib.Path) -> None:
+    """Train as one worker; write its measurements."""
+    import keras
+    import numpy as np
+
+    import tfkfac
+
+    strategy = tfkfac.MultiWorkerMirroredStrategy()
+    (x, y, *weights), test, build, metric = problem(training)
+    steps = -(-len(keras.tree.flatten(y)[0]) // training.batch_size)
+    start, times, tests = [0.0, 0.0], [], []
+
+    def before_step(batch: int, logs: Any) -> None:
+        start[:] = time.perf_counter(), time.process_time()
+
+    def after_step(batch: int, logs: Any) -> None:
+        float(logs["loss"])  # waits for the step
+        wall, processor = start
+        now = time.perf_counter(), time.process_time()
+        times.append((now[0] - wall, now[1] - processor))
+
+    def after_epoch(epoch: int, logs: Any) -> None:
+        tests.append((len(times), logs[f"val_{metric}"]))
+
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = build(make_optimizer(training, training.epochs * steps))
+    model.fit(
+        x,
+        y,
+        training.batch_size,
+        training.epochs,
+        verbose=0,
+        sample_weight=weights[0] if weights else None,
+        validation_data=test,
+        callbacks=[
+            keras.callbacks.LambdaCallback(
+                on_train_batch_begin=before_step,
+                on_train_batch_end=after_step,
+                on_epoch_end=after_epoch,
+            )
+        ],
     )
-    return ":".join([name, *pairs])
+    # The first step traces the graph: take the slowest of the next ten.
+    durations = np.array(times)
+    durations[0] = durations[1:11].max(0, initial=0.0)
+    wall, processor = durations.cumsum(0).T
+    reached = [step for step, value in tests if value >= training.target]
+    record = {
+        "metric": tests[-1][1],
+        "seconds": wall[-1],
+        "cpu_seconds": processor[-1],
+        "steps_to_target": reached[0] if reached else None,
+        "cpu_to_target": processor[reached[0] - 1] if reached else None,
+    }
+    if isinstance(model.optimizer, tfkfac.KFAC | tfkfac.FOSI):
+        record["state_bytes"] = model.optimizer.state_bytes()
+        record["communication_bytes"] = model.optimizer.communication_bytes()
+    worker = strategy.cluster_resolver.task_id or 0
+    (folder / f"{worker}.json").write_text(json.dumps(record))
 
 
 def _state(name: str) -> Callable[[Sequence[Record]], float]:
@@ -115,18 +239,13 @@ def _received(step: str) -> Callable[[Sequence[Record]], float]:
     )
 
 
-def _cpu_to_target(workers: Sequence[Record]) -> float | None:
-    steps = workers[0]["steps_to_target"]
-    return steps and workers[0]["cpu_seconds"][steps - 1]
-
-
 # Functions of the records of all workers; the first worker is the chief.
 MEASURES: Mapping[str, Callable[[Sequence[Record]], float | None]] = {
-    "metric": lambda workers: workers[0]["evaluations"][-1]["metric"],
-    "seconds": lambda workers: workers[0]["seconds"][-1],
-    "CPU seconds": lambda workers: workers[0]["cpu_seconds"][-1],
+    "metric": lambda workers: workers[0]["metric"],
+    "seconds": lambda workers: workers[0]["seconds"],
+    "CPU seconds": lambda workers: workers[0]["cpu_seconds"],
     "steps to target": lambda workers: workers[0]["steps_to_target"],
-    "CPU s to target": _cpu_to_target,
+    "CPU s to target": lambda workers: workers[0]["cpu_to_target"],
     "state, MB": _state("total"),
     "factors, MB": _state("factors"),
     "decompositions, MB": _state("decompositions"),
@@ -135,3 +254,6 @@ MEASURES: Mapping[str, Callable[[Sequence[Record]], float | None]] = {
     "factor step, MB": _received("factor"),
     "inverse step, MB": _received("inverse"),
 }
+
+if __name__ == "__main__":
+    work(Training(*json.loads(sys.argv[2])), pathlib.Path(sys.argv[1]))

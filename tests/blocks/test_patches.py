@@ -23,9 +23,14 @@ LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("case", LAYERS)
+@pytest.mark.parametrize(
+    ("case", "compiled", "sharing"),
+    [
+        ("3D", True, "reduce"),
+        ("dilated", True, "expand"),
+        ("dilated", False, "reduce"),
+    ],
+)
 def test_batches_of_any_size(
     case: str, compiled: bool, sharing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,40 +68,30 @@ def test_batches_of_any_size(
 
 
 MEMORY = """
-import os, sys
+import os
 os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", OMP_NUM_THREADS="1")
 import keras, numpy as np, tfkfac
 from keras import layers
 model = keras.Sequential([
-    keras.Input((32, 32, 32, 16)),
+    keras.Input((24, 24, 24, 16)),
     layers.Conv3D(16, 3, padding="same", activation="relu"),
     layers.GlobalAveragePooling3D(),
     layers.Dense(2),
 ])
-model.compile({"adam": "adam", "kfac": tfkfac.KFAC()}[sys.argv[1]], "mse")
-x, y = np.ones((4, 32, 32, 32, 16), "float32"), np.ones((4, 2), "float32")
+model.compile(tfkfac.KFAC(), "mse")
+x, y = np.ones((4, 24, 24, 24, 16), "float32"), np.ones((4, 2), "float32")
 
 def peak():  # kB; unlike `ru_maxrss`, not inherited from the parent process
     lines = open("/proc/self/status").read().splitlines()
     return next(int(x.split()[1]) for x in lines if x.startswith("VmHWM"))
 
 start = peak()
-model.fit(x, y, batch_size=4, epochs=2, verbose=0)
+model.fit(x, y, batch_size=4, verbose=0)
 print(peak() - start)
 """
 
 
 def test_peak_memory() -> None:
-    """2.3 times that of Adam; with all patches it was 10 times."""
-    peaks = {
-        name: int(
-            subprocess.run(
-                [sys.executable, "-c", MEMORY, name],
-                stdout=subprocess.PIPE,
-                check=True,
-                text=True,
-            ).stdout.split()[-1]
-        )
-        for name in ("adam", "kfac")
-    }
-    assert peaks["kfac"] < 3 * peaks["adam"]
+    """117 MB; with all patches at once it is 316 MB."""
+    output = subprocess.check_output([sys.executable, "-c", MEMORY], text=True)
+    assert int(output.split()[-1]) < 180_000

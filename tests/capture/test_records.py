@@ -112,18 +112,6 @@ def test_taps_are_transparent_to_derivatives(derivative: Any) -> None:
         assert np.asarray(b).any()
 
 
-def test_gradient_penalty_trains() -> None:
-    """Nested tapes record each call of a layer once."""
-    model = mlp()
-    optimizer = tfkfac.KFAC(step="natural").attach(model)
-    for _ in range(2):
-        optimizer.apply(gradient_penalty(model), model.trainable_variables)
-    a = append_one(X.astype(np.float64))
-    # The inputs are counted twice; their mean does not change.
-    got = optimizer.factors()["hidden"]["A"]
-    assert_close(got, a.T @ a / ROWS, 1e-5)
-
-
 # -------------------------------------------- two gradients of one forward pass
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(6, 3)).astype("float32")

@@ -10,43 +10,51 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
-from tests.cluster.test_channel import LIMIT_S, connected_workers
-from tests.support.cluster import ROOT, worker_environment
+from tests.support.cluster import ROOT, run, worker_environment
 from tests.support.ports import address, claim_ports
-from tfkfac.cluster.channel import PEER_EXITED, PEER_LOST
+from tests.support.strategies import local_ranks, strategy
+from tfkfac.cluster.events import EXITED, LOST
 from tfkfac.cluster.stopping import Stopping
 
+LIMIT_S = 10.0
 
-@pytest.mark.parametrize("seed", range(2))
-def test_all_workers_stop_after_the_same_batch(seed: int) -> None:
-    """A barrier in each batch stands for a synchronous training step."""
-    size = 2 + 2 * seed
-    step = threading.Barrier(size, timeout=LIMIT_S)
 
-    def train(stopping: Stopping, index: int) -> int:
-        chance = random.Random(seed + 100 * index)
-        for batch in range(1, 200):
-            step.wait()
-            time.sleep(chance.choice([0, 0, 0.001]))
-            if batch == 20 + seed and index in (seed % size, size - 1):
-                stopping.request()
-            if stopping.end_batch():
-                return batch
-        raise AssertionError("no end")
+def train(seed: int) -> int:
+    """Train until all workers stop; return the number of batches."""
+    job = strategy()
+    stopping = job.stopping
+    (rank,) = local_ranks()
+    random.seed(10 * seed + rank)
 
-    with (
-        connected_workers(size, Stopping) as workers,
-        ThreadPoolExecutor(size) as threads,
-    ):
-        ends = [*threads.map(train, [s for _, s in workers], range(size))]
-    assert ends[0] >= 20 + seed
-    assert ends == [ends[0]] * size
+    @tf.function
+    def step() -> tf.Tensor:
+        return job.reduce("SUM", job.run(lambda: tf.constant(1.0)), axis=None)
+
+    for batch in range(1, 500):
+        step()
+        time.sleep(random.choice([0, 0, 0.001]))
+        if batch == 20 + seed and rank in (seed % 4, 3):
+            stopping.request()
+        if stopping.end_batch():
+            return batch
+    raise AssertionError("no end")
+
+
+def train_twice() -> list[int]:
+    return [train(seed) for seed in range(2)]
+
+
+def test_all_workers_stop_after_the_same_batch() -> None:
+    """Twice in a process; two workers request each stop."""
+    ends = run(train_twice, workers=4)
+    assert ends == [ends[0]] * 4
+    assert ends[0][0] >= 20 and ends[0][1] >= 21
 
 
 def test_one_worker_stops_at_once() -> None:
@@ -60,13 +68,13 @@ def test_one_worker_stops_at_once() -> None:
 @pytest.mark.parametrize("is_agreed", [False, True])
 def test_the_end_of_a_worker_ends_the_wait_for_it(is_agreed: bool) -> None:
     """It does not cancel a stop on which all have agreed."""
-    # The messages of this worker are dropped.
-    channel: Any = SimpleNamespace(size=2, broadcast=lambda message: None)
-    stopping = Stopping(channel)
-    stopping.on_message(1, {"stop": True})
+    # The events of this worker are dropped.
+    log: Any = SimpleNamespace(size=2, post=lambda event: None)
+    stopping = Stopping(log)
+    stopping.on_event(1, {"stop": True})
     for worker in range(2 if is_agreed else 0):
-        stopping.on_message(worker, {"stops after": 2 - worker})
-    stopping.on_message(1, PEER_EXITED if is_agreed else PEER_LOST)
+        stopping.on_event(worker, {"stops after": 2 - worker})
+    stopping.on_event(1, EXITED if is_agreed else {LOST: [1]})
     assert not stopping.end_batch()
     assert stopping.end_batch() == is_agreed
 
@@ -213,5 +221,5 @@ def test_sigterm_before_fit_ends_all_workers() -> None:
             assert process.stderr is not None
             text = process.stderr.read()
             assert f"tfkfac: worker {index} of 2 by " in text
-            is_lost = "is gone without a word" in text
+            is_lost = "is gone without a word: it was killed" in text
             assert is_lost == (process is first)

@@ -6,7 +6,6 @@ import functools
 import itertools
 import signal
 import traceback
-import types
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from tensorflow.python.eager import context
 
 from tests.compat.contracts import contract
 from tests.support.cluster import run
@@ -27,7 +25,6 @@ from tfkfac.compat.strategies import (
     local_devices,
     order_by_replica,
     repair,
-    silent_workers,
     summing_replicas,
     uses_ring,
 )
@@ -35,7 +32,7 @@ from tfkfac.distributed import topology
 from tfkfac.distributed.collectives import sum_dtype
 from tfkfac.distributed.topology import find_topology
 
-BATCH = 8
+BATCH, UNEVEN = 8, 13
 ROWS = 150  # the last batch is not full
 NUMBERS = np.arange(ROWS, dtype="float32")[:, None]
 
@@ -70,13 +67,13 @@ def build_two_heads() -> Any:
 
 
 def train(rows: int = 16) -> dict[str, Any]:
-    """Fit, evaluate and predict with dictionaries."""
+    """Fit; evaluate and predict with an uneven batch; all with dictionaries."""
     keras.utils.set_random_seed(0)
     with strategy().scope():
         model = build_two_heads()
-    features, targets = structures(rows)
     sizes = {"batch_size": BATCH, "verbose": 0}
-    history = model.fit(features, targets, shuffle=False, **sizes)
+    history = model.fit(*structures(rows), shuffle=False, **sizes)
+    features, targets = structures(UNEVEN)
     return {
         "history": history.history,
         "metrics": model.evaluate(features, targets, return_dict=True, **sizes),
@@ -257,6 +254,12 @@ def assert_same_everywhere(workers: list[Any]) -> None:
             np.testing.assert_array_equal(got, want)
 
 
+def assert_as_single(workers: list[Any], single: Any) -> None:
+    """But for the evaluated loss: Keras averages it over replicas."""
+    for part in ("history", "outputs", "weights"):
+        assert_all_close([worker[part] for worker in workers], single[part])
+
+
 def assert_all_close(workers: list[Any], want: Any) -> None:
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)
     for worker in workers:
@@ -264,23 +267,16 @@ def assert_all_close(workers: list[Any], want: Any) -> None:
 
 
 def test_equals_a_single_process(on_workers: Any) -> None:
-    workers = on_workers("two", train)
+    workers, single = on_workers("two", train), train()
     assert_same_everywhere(workers)
-    assert_all_close(workers, train())
-
-
-def test_uneven_batches(on_workers: Any) -> None:
-    """Keras averages over replicas, so results differ from one process."""
-    workers = on_workers("two", train, 13)
-    assert_same_everywhere(workers)
-    (first, _) = workers
-    assert np.all(np.isfinite(first["history"]["loss"]))
+    assert_as_single(workers, single)
     # Every row is predicted once and in order; metrics average over rows.
-    want = first["expected_outputs"]
-    assert_all_close([first["outputs"]], want)
-    _, targets = structures(13)
+    want = single["expected_outputs"]
+    assert_all_close([single["outputs"]], want)
+    _, targets = structures(UNEVEN)
     error = np.abs(want["number"] - targets["number"]).mean()
-    assert first["metrics"]["number_mae"] == pytest.approx(error, rel=1e-5)
+    for worker in workers:
+        assert worker["metrics"]["number_mae"] == pytest.approx(error, rel=1e-5)
 
 
 @contract(
@@ -321,7 +317,7 @@ def test_repaired_stock_strategies(on_workers: Any) -> None:
     repaired = run(train, 5, workers=2, **stock)
     assert_same_everywhere(on_workers("two", train, 5) + repaired)
     mirrored = run(train, workers=1, devices=2, **stock)
-    assert_all_close(mirrored, train())
+    assert_as_single(mirrored, train())
 
 
 def test_repair() -> None:
@@ -463,28 +459,6 @@ def test_keep_handler() -> None:
         assert seen == [signal.SIGUSR2]
     finally:
         signal.signal(signal.SIGUSR2, before)
-
-
-def test_silent_workers_after_a_chief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chief is worker 0; tasks of other errors are not silent."""
-    jobs = [
-        types.SimpleNamespace(name=name, num_tasks=count)
-        for name, count in (("chief", 1), ("worker", 3))
-    ]
-    config = types.SimpleNamespace(coordinated_job_list=jobs)
-    monkeypatch.setattr(
-        context.context(), "_coordination_service_config", config
-    )
-    reported = (
-        "Error reported from /job:worker/task:1: {}\n\nThe tasks have crashed."
-    )
-    silent = (
-        "The following tasks are unhealthy (stopped sending heartbeats):\n"
-        "/job:worker/replica:0/task:1\n/job:chief/replica:0/task:0"
-    )
-    for text, workers in {silent: [0, 2], "no disk": []}.items():
-        error = tf.errors.UnavailableError(None, None, reported.format(text))
-        assert silent_workers(error) == workers
 
 
 @contract(

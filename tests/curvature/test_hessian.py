@@ -285,6 +285,7 @@ def stateful() -> tuple[Any, Any, Any]:
         {"a": "mse", "b": loss()},
         loss_weights={"a": 0.3, "b": 2.0},
         metrics={"b": ["accuracy"]},
+        run_eagerly=True,
     )
     y = {"a": noise(ROWS, 3), "b": np.arange(ROWS) % 3}
     return model, inputs((3,)), y

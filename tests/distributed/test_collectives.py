@@ -108,7 +108,7 @@ def gather_texts() -> dict[str, bool]:
 
 
 @contract(
-    "compat.strategies.store_text",
+    "compat.coordination.set_text",
     "All processes of a job read the first text that is stored for a key.",
 )
 def test_rendezvous(on_workers: Any) -> None:

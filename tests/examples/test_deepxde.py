@@ -3,11 +3,11 @@
 import os
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-import equations
 import tfkfac
 from tests.support.dtypes import floats
 
@@ -23,6 +23,11 @@ def exact() -> Any:
     with floats("float64"):
         yield
     dde.config.set_default_float("float32")
+
+
+def mlp(width: int) -> Any:
+    layers = [keras.layers.Dense(width, "tanh"), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((1,)), *layers])
 
 
 def square(num: int) -> Any:
@@ -48,7 +53,7 @@ def square(num: int) -> Any:
 def test_residuals_are_those_of_deepxde() -> None:
     import deepxde_problem as bridge
 
-    data, network = square(7), equations.mlp(1, 5)
+    data, network = square(7), mlp(5)
     x = tf.constant(data.train_x)
 
     @tf.function
@@ -73,7 +78,7 @@ def test_residuals_are_those_of_deepxde() -> None:
 def test_it_trains() -> None:
     import deepxde_problem as bridge
 
-    network = equations.mlp(1, 8)
+    network = mlp(8)
     residuals, points = bridge.conditions(square(40), network)
     tfkfac.GaussNewton().minimize(
         residuals, network.trainable_variables, points, steps=60, every=20
@@ -89,4 +94,4 @@ def test_pairs_of_points_are_refused() -> None:
     line = dde.geometry.Interval(0, 1)
     pairs = dde.icbc.PeriodicBC(line, 0, lambda x, on: on)
     with pytest.raises(ValueError, match="PeriodicBC is not of single points"):
-        bridge.boundary(pairs, np.zeros([2, 1]), equations.mlp(1, 3))
+        bridge.boundary(pairs, np.zeros([2, 1]), mlp(3))

@@ -24,7 +24,7 @@ from tests.support.fosi_reference import (
 )
 from tests.support.lockstep import run_together
 from tests.support.reference import Array
-from tests.support.small import curvature, slots, summary_text
+from tests.support.small import curvature, summary_text
 from tests.support.strategies import copies, local_ranks
 from tests.support.training import Spoil, Training, assert_same_bits, build
 from tests.support.training import fit as train
@@ -34,40 +34,18 @@ from tfkfac.fosi.subspace import InnerTraits, Subspace
 NAN, INF = float("nan"), float("inf")
 
 
-# -------------------------------------------------------------- bad gradients
-def test_bad_and_empty_batches(capfd: Any) -> None:
-    """A bad batch changes nothing; a due estimation follows in the next step.
-
-    An empty batch does not change the directions.
-    """
+def test_empty_batch() -> None:
+    """It does not change the directions."""
     x, y = data()
-    model, twin = mlp(), mlp()
-    for network in (model, twin):
-        network.compile(small(), loss())
-        for _ in range(3):
-            network.train_on_batch(x, y)
-    optimizer = model.optimizer
-    before = {**slots(optimizer), **curvature(optimizer)}
-    capfd.readouterr()
-    bad = x.copy()
-    for count, value in ((1, NAN), (2, INF)):
-        bad[3, 1] = value
-        model.train_on_batch(bad, y)
-        assert int(optimizer.skipped_steps) == count
-    assert capfd.readouterr().err.count("not finite") == 1
-    after = {**slots(optimizer), **curvature(optimizer)}
-    changed = [k for k, v in after.items() if not np.array_equal(v, before[k])]
-    assert [key.split(":")[1] for key in changed] == ["skipped_steps"]
-    assert "gradients not finite: 2" in summary_text(optimizer)
-    for _ in range(3):
+    model = mlp()
+    model.compile(small(), loss())
+    for _ in range(4):
         model.train_on_batch(x, y)
-        twin.train_on_batch(x, y)
-        np.testing.assert_array_equal(flat(model), flat(twin))
-    spectrum = optimizer.spectrum()
+    spectrum = model.optimizer.spectrum()
     assert spectrum[0] > 0.01
     model.train_on_batch(x[:0], y[:0])
     assert np.isfinite(flat(model)).all()
-    np.testing.assert_array_equal(optimizer.spectrum(), spectrum)
+    np.testing.assert_array_equal(model.optimizer.spectrum(), spectrum)
 
 
 # --------------------------------------------------------------- bad Hessians

@@ -1,6 +1,6 @@
 """Layouts of the directions: blocks of workers, products, communication.
 
-Workers are threads here; `test_dho2` and `test_multirole` use processes.
+Workers are threads here; `test_workers` uses processes.
 """
 
 from typing import Any

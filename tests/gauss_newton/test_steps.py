@@ -19,7 +19,6 @@ from tests.support.gauss_newton_reference import (
     squares_pull,
 )
 from tests.support.marks import with_slow
-from tests.support.reference import Array
 from tfkfac.gauss_newton.solve import LARGEST, ResidualSpace, Search, search
 
 RNG = np.random.default_rng(0)
@@ -37,15 +36,6 @@ def compiled(optimizer: Any) -> Any:
     return model
 
 
-def everything(model: Any) -> list[Array]:
-    (state,) = model.optimizer.method.states
-    return [
-        *model.get_weights(),
-        *(np.array(v) for v in model.optimizer.variables),
-        *(entry.variable.numpy() for entry in state.entries()),
-    ]
-
-
 @pytest.mark.slow
 def test_one_trace_for_all_batches() -> None:
     """32 and 8 examples for 25 weights use different spaces."""
@@ -60,19 +50,6 @@ def test_one_trace_for_all_batches() -> None:
     model.fit(X, Y, batch_size=32, epochs=2, shuffle=False, verbose=0)
     assert model.optimizer.last_step["residuals"] == 8
     assert len(traces) == 1
-
-
-def test_a_batch_with_nan_is_skipped() -> None:
-    model = compiled(tfkfac.GaussNewton(solve="residuals"))
-    model.train_on_batch(X[:8], Y[:8])
-    optimizer = model.optimizer
-    before = everything(model)
-    model.train_on_batch(X[:8] * np.nan, Y[:8])
-    assert int(optimizer.skipped_steps) == 1
-    np.testing.assert_equal(everything(model), before)
-    model.train_on_batch(X[:8], Y[:8])
-    assert optimizer.last_step["accepted"] == 1
-    assert int(optimizer.skipped_steps) == 1
 
 
 def test_a_batch_of_zero_weight_is_not_rejected() -> None:

@@ -7,6 +7,7 @@ Each way is compared with one call of `fit`. A new optimizer or way is a row of
 import contextlib
 import dataclasses
 import functools
+import io
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,7 +21,14 @@ import tfkfac
 from tests.support.options import kfac
 from tests.support.reference import Array
 from tests.support.saved_models import MODELS
-from tests.support.small import FEATURES, curvature, data, gradients_of, loss
+from tests.support.small import (
+    FEATURES,
+    curvature,
+    data,
+    gradients_of,
+    loss,
+    summary_text,
+)
 
 # Step 5 of 9 is between the updates of all intervals.
 STOP, END, ROWS = 5, 9, 12
@@ -182,30 +190,12 @@ def by_keras_file(case: Case, folder: pathlib.Path) -> Any:
     return fit(copy, STOP)
 
 
-def by_legacy_file(case: Case, folder: pathlib.Path) -> Any:
-    fit(case.compiled(), 0, STOP).save(folder / "model.h5")
-    return fit(keras.models.load_model(folder / "model.h5"), STOP)
-
-
 def by_weights_file(case: Case, folder: pathlib.Path) -> Any:
     """Load into a model that was trained from other weights."""
     fit(case.compiled(), 0, STOP).save_weights(folder / "model.weights.h5")
     model = fit(case.compiled(seed=1), 0, 1)
     model.load_weights(folder / "model.weights.h5")
     return fit(model, STOP)
-
-
-def by_state_tree(case: Case, folder: pathlib.Path) -> Any:
-    """Save as `keras.callbacks.OrbaxCheckpoint`, with numbers for scalars."""
-    model = fit(case.compiled(), 0, STOP)
-    tree = keras.tree.map_structure(
-        lambda x: x.item() if x.ndim == 0 else x.copy(),
-        model.get_state_tree("numpy_array"),
-    )
-    # Keras finds variables by the name of the inner optimizer.
-    copy = fit(keras.models.clone_model(model), 0, 1)
-    copy.set_state_tree(tree)
-    return fit(copy, STOP)
 
 
 def by_checkpoint(case: Case, folder: pathlib.Path) -> Any:
@@ -290,6 +280,38 @@ def by_scaled_loss(case: Case, folder: pathlib.Path) -> Any:
     return fit(model)
 
 
+def by_bad_batches(case: Case, folder: pathlib.Path) -> Any:
+    """Skip updates whose last batch has NaN or infinity.
+
+    The first update traces the step; factors, inverses or directions are due
+    in the others.
+    """
+    model = case.compiled()
+    scaler = optimizer = model.optimizer
+    if isinstance(scaler, keras.optimizers.LossScaleOptimizer):
+        optimizer = scaler.inner_optimizer
+    size = getattr(optimizer, "gradient_accumulation_steps", None) or 1
+    rows = [*batches()]
+    for step, value in ((6, np.inf), (2, np.nan), (0, np.nan)):
+        x, y = rows[step]
+        rows[step:step] = [(x, y)] * (size - 1) + [(x * value, y)]
+    columns = tuple(tf.stack(column) for column in zip(*rows, strict=True))
+    dataset = tf.data.Dataset.from_tensor_slices(columns)
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        history = model.fit(dataset, shuffle=False, verbose=0).history
+    assert stderr.getvalue().count("gradients not finite: 3\n") == 1
+    assert np.isfinite(history["loss"]).all()
+    assert "gradients not finite: 3" in summary_text(optimizer)
+    assert int(optimizer.skipped_steps) == 3
+    optimizer.skipped_steps.assign(0)
+    if scaler is not optimizer:
+        # From 8, halved before steps 0, 2 and 6, doubled after steps 4 and 8.
+        assert float(scaler.dynamic_scale) == 4
+        assert int(scaler.step_counter) == 0
+        scaler.dynamic_scale.assign(8 * 2**3)
+    return model
+
+
 def by_strategy(make: Callable[[], Any]) -> Callable[..., Any]:
     """Train under a strategy of one replica."""
 
@@ -305,9 +327,7 @@ def by_strategy(make: Callable[[], Any]) -> Callable[..., Any]:
 # moved; 0 stands for equal bits of the weights and the state.
 WAYS: dict[str, tuple[Callable[[Case, pathlib.Path], Any], float]] = {
     ".keras": (by_keras_file, 0),
-    ".h5": (by_legacy_file, 0),
     ".weights.h5": (by_weights_file, 0),
-    "state tree": (by_state_tree, 0),
     "checkpoint": (by_checkpoint, 0),
     "train step": (by_custom_step, 1e-4),
     "batch": (by_batch, 0),
@@ -316,6 +336,7 @@ WAYS: dict[str, tuple[Callable[[Case, pathlib.Path], Any], float]] = {
     "loop": (by_loop, 1e-4),
     "attach": (by_attached_loop, 1e-4),
     "loss scale": (by_scaled_loss, 1e-4),
+    "bad batches": (by_bad_batches, 0),
     "one worker": (by_strategy(tfkfac.MultiWorkerMirroredStrategy), 0),
     "one replica": (
         by_strategy(lambda: tf.distribute.MirroredStrategy(["CPU:0"])),
@@ -325,9 +346,8 @@ WAYS: dict[str, tuple[Callable[[Case, pathlib.Path], Any], float]] = {
 # Optimizers of each way; those after the semicolon are slow.
 PAIRS = {
     ".keras": "our scale; spectral, rest",
-    ".h5": "FOSI in columns; float64, wire",
-    ".weights.h5": "subclassed; GaussNewton, narrow, half",
-    "state tree": "eigen; accumulated",
+    ".weights.h5": "subclassed, eigen, FOSI in columns; GaussNewton, narrow, "
+    "half, float64, wire, accumulated",
     "checkpoint": "drawn; spectral sums, FOSI accumulated",
     "train step": "inverse",
     "batch": "drawn",
@@ -336,6 +356,10 @@ PAIRS = {
     "loop": "Keras' scale",
     "attach": "inverse",
     "loss scale": "inverse; FOSI",
+    "bad batches": (
+        "inverse, spectral sums, our scale, FOSI in columns, GaussNewton; "
+        "eigen, spectral, rest"
+    ),
     "one worker": "inverse",
     "one replica": "FOSI",
 }

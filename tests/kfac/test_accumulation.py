@@ -134,24 +134,3 @@ def test_accumulation_moves_from_the_inner_optimizer() -> None:
     assert optimizer.gradient_accumulation_steps == 3
     assert copy.gradient_accumulation_steps == 3
     assert copy.inner_optimizer.gradient_accumulation_steps is None
-
-
-def test_a_bad_micro_batch_skips_the_step() -> None:
-    """A bad micro-batch skips the step; nothing changes before the last one."""
-    model, fresh = (
-        model_of(kfac(gradient_accumulation_steps=3)),
-        model_of(kfac()),
-    )
-    x, y = data()
-    before = model.get_weights()
-    for bad in (False, True, False, False, False):
-        model.train_on_batch(np.where(bad, np.nan, x[:4]), y[:4])
-        np.testing.assert_equal(model.get_weights(), before)
-    assert int(model.optimizer.skipped_steps) == 1
-    # The next step equals that of a new optimizer.
-    model.train_on_batch(x[:4], y[:4])
-    fresh.train_on_batch(x[:4], y[:4])
-    for ours, theirs in zip(
-        model.get_weights(), fresh.get_weights(), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-13)

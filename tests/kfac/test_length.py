@@ -201,9 +201,9 @@ class NoSecond(keras.Model):
         return tf.nn.softsign(self.dense(x))
 
 
-def compiled(model: Any) -> Any:
+def compiled(model: Any, eager: bool = True) -> Any:
     keras.utils.set_random_seed(0)
-    model.compile(tfkfac.KFAC(), "mse")
+    model.compile(tfkfac.KFAC(), "mse", run_eagerly=eager)
     return model
 
 
@@ -218,10 +218,8 @@ def ratio_after(model: Any, *batch: Any) -> float:
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_one_warning_without_curvature(eagerly: bool) -> None:
     """Also if the reason, with the shape of a tensor, differs per trace."""
-    model = compiled(
-        keras.Sequential([keras.Input((4,)), layers.Dense(4), LargeBatch()])
-    )
-    model.run_eagerly = eagerly
+    stack = [keras.Input((4,)), layers.Dense(4), LargeBatch()]
+    model = compiled(keras.Sequential(stack), eagerly)
     with pytest.warns(
         UserWarning, match="cannot compute the curvature"
     ) as all_:
@@ -264,7 +262,8 @@ def test_examples_of_the_form(
     original = length.directional_curvature
     monkeypatch.setattr(length, "directional_curvature", curvature)
     stack = [keras.Input((4,)), layers.Dense(4)]
-    model = compiled(keras.Sequential(stack + ([layer()] if layer else [])))
+    stack += [layer()] if layer else []
+    model = compiled(keras.Sequential(stack), eager=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         x = np.random.default_rng(0).normal(size=(2 * size, 4))
@@ -329,7 +328,6 @@ def test_eager_steps_trace_a_custom_layer_once() -> None:
 
     stack = [keras.Input((4,)), layers.Dense(4), Counted()]
     model = compiled(keras.Sequential(stack))
-    model.run_eagerly = True
     calls.clear()
     for _ in range(5):
         model.train_on_batch(tf.ones([8, 4]), tf.zeros([8, 4]))

@@ -174,7 +174,6 @@ QUICK = (
     "two: mem_opt, spectral",
     "two: dp_kfac, adam",
     "two: dp_kfac, spectral",
-    "four: hybrid_opt, buckets",
 )
 SLOW = tuple(name for name in CASES if name not in QUICK)
 

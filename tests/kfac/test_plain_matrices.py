@@ -262,8 +262,8 @@ def test_recurrent_layers(
     """Spectral steps are longer if they train recurrent layers."""
     output = [layers.Flatten(), layers.Dense(2)]
     model = keras.Sequential([keras.Input(shape), layer(), *output])
+    model(tf.ones([1, *shape]))
     model.compile(tfkfac.KFAC(**rules), "mse")
-    model.train_on_batch(tf.ones([3, *shape]), tf.zeros([3, 2]))
     [state] = model.optimizer.method.states
     assert state.length.is_recurrent == is_recurrent
 
@@ -271,17 +271,17 @@ def test_recurrent_layers(
 class EmbeddingModel(keras.Model):
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = layers.LSTM(3)
+        self.lstm, self.last = layers.LSTM(3), layers.Dense(2)
 
     def call(self, x: Any) -> Any:
-        return self.lstm(x)
+        return self.last(self.lstm(x))
 
 
 def test_the_name_of_the_model_does_not_matter() -> None:
     """Although the paths of the weights begin with it."""
     model = EmbeddingModel()
     model.compile(tfkfac.KFAC(), "mse")
-    model.train_on_batch(tf.ones([2, 4, 3]), tf.zeros([2, 3]))
+    model.train_on_batch(tf.ones([2, 4, 3]), tf.zeros([2, 2]))
     assert model.lstm.weights[0].path.startswith("embedding_model")
     assert len(model.optimizer.method.states[0].plain) == 2
 

@@ -315,12 +315,19 @@ def test_reports_before_a_first_step() -> None:
 
 
 # ------------------------------------------------------------------- bytes
+WIRE = {"factor_dtype": "bfloat16", "inverse_dtype": "bfloat16"}
+
+
 @pytest.mark.parametrize(
-    ("solver", "dtype", "inverse"),
-    [("eigen", "float64", None), ("inverse", "float32", "bfloat16")],
+    ("dtype", "inverse", "options"),
+    [
+        ("float64", "float64", {"solver": "eigen"}),
+        ("float32", "bfloat16", WIRE),
+        ("float32", "float32", {"step": "spectral", "max_factor_dim": 6}),
+    ],
 )
 def test_state_bytes_are_those_of_the_variables(
-    solver: str, dtype: str, inverse: str | None
+    dtype: str, inverse: str, options: dict[str, Any]
 ) -> None:
     with floats(dtype):
         tokens = keras.Sequential(
@@ -334,29 +341,27 @@ def test_state_bytes_are_those_of_the_variables(
                 layers.Dense(2, use_bias=False),
             ]
         )
-    optimizer = bind(
-        tokens, solver=solver, inverse_dtype=inverse, factor_dtype=inverse
-    )
-    row = blocks_of(optimizer)["tokens"]
-    assert row[:4] == ["Embedding", "diagonal 9", "4 x 4", "36"]
+    optimizer = bind(tokens, **options)
     state = curvature(optimizer)
 
-    def stored_bytes(entry: str, stored: str) -> int:
+    def stored_bytes(stored: str, *entries: str) -> int:
         values = [
-            v for k, v in state.items() if k.split(":")[1].startswith(entry)
+            v for k, v in state.items() if k.split(":")[1].startswith(entries)
         ]
-        assert all(v.dtype.name == stored for v in values)
+        assert values and all(v.dtype.name == stored for v in values)
         return sum(v.nbytes for v in values)
 
-    got = optimizer.state_bytes()
-    assert got == {
-        "factors": stored_bytes("factor_A", dtype)
-        + stored_bytes("factor_G", dtype),
-        "decompositions": stored_bytes("solver_", inverse or dtype),
-        "total": got["factors"] + got["decompositions"],
+    want = {
+        "factors": stored_bytes(dtype, "factor_A", "factor_G"),
+        "decompositions": stored_bytes(inverse, "solver_"),
     }
-    assert got["factors"] > 0
-    assert got["decompositions"] > 0
+    if "step" in options:
+        names = "whitened_momentum", "row_extents", "column_extents"
+        want["momenta"] = stored_bytes(dtype, *names)
+    else:
+        row = blocks_of(optimizer)["tokens"]
+        assert row[:4] == ["Embedding", "diagonal 9", "4 x 4", "36"]
+    assert optimizer.state_bytes() == want | {"total": sum(want.values())}
 
 
 WORKERS = 4

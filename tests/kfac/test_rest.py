@@ -157,28 +157,6 @@ def test_a_model_without_blocks_is_trained_by_the_rest_optimizer() -> None:
     assert int(ours.iterations) == STEPS
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ("kfac", "must be a (plain|Keras) optimizer"),
-        (Adam(float("nan")), "must have a finite learning rate"),
-        (
-            SGD(gradient_accumulation_steps=2),
-            "without `gradient_accumulation_steps`",
-        ),
-    ],
-)
-def test_unusable_rest_optimizers(value: Any, words: str) -> None:
-    with pytest.raises(ValueError, match="`rest_optimizer` .*" + words):
-        tfkfac.KFAC(step="natural", rest_optimizer=value)
-
-
-def test_rest_must_differ_from_the_inner_optimizer() -> None:
-    inner = SGD(0.1)
-    with pytest.raises(ValueError, match="different from"):
-        tfkfac.KFAC(inner, rest_optimizer=inner)
-
-
 # ---------------------------------------------------------- averaged weights
 def averaging(**options: Any) -> Any:
     inner = SGD(0.1, use_ema=True, ema_momentum=0.75)

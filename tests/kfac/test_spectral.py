@@ -1,6 +1,5 @@
 """Spectral steps against NumPy, and their guards."""
 
-import functools
 from typing import Any
 
 import keras
@@ -102,23 +101,6 @@ def test_chunks_are_bounded() -> None:
     """Blocks of 4, 4, 10, 3 and 4 weights, at most 8 in a chunk."""
     sizes = [4, 4, 10, 3, 4]
     assert chunks(sizes, sizes, 8) == [[4, 4], [10], [3, 4]]
-
-
-@functools.cache
-def plain() -> Result:
-    return trained(kfac())
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        cross_entropy(reduction="sum"),
-        cross_entropy(reduction="none"),
-        lambda y, p: 17.0 * cross_entropy()(y, p),
-    ],
-)
-def test_unit_of_the_loss_does_not_matter(loss: Any) -> None:
-    assert_close(trained(kfac(), loss), plain()["weights"])
 
 
 @pytest.mark.parametrize(
@@ -289,7 +271,7 @@ def test_a_gradient_that_overflows_is_forgotten(tmp_path: Any) -> None:
     keras.utils.set_random_seed(0)
     hidden = [keras.layers.Dense(size) for size in (6, 2)]
     model = keras.Sequential([keras.Input((FEATURES,)), *hidden])
-    model.compile(tfkfac.KFAC(), "mse")
+    model.compile(tfkfac.KFAC(), "mse", run_eagerly=True)
     y = 1e-3 * X[:, :2]
     model.fit(X, y, batch_size=len(X), epochs=12, verbose=0)
     model.train_on_batch(np.where(np.arange(len(X)) == 3, 5e18, X.T).T, y)
@@ -299,7 +281,9 @@ def test_a_gradient_that_overflows_is_forgotten(tmp_path: Any) -> None:
     for new, old in zip(model.get_weights(), before, strict=True):
         assert np.any(new != old)
     model.save(tmp_path / "model.keras")
-    keras.models.load_model(tmp_path / "model.keras").train_on_batch(X, y)
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    loaded.run_eagerly = True
+    loaded.train_on_batch(X, y)
 
 
 # ------------------------------------------------------- losses of a loop
@@ -354,25 +338,3 @@ def test_hint_at_inputs_far_from_unit_scale(capfd: Any, scale: float) -> None:
         model.train_on_batch(scale * X, Y)
     text = "inputs of layer 'hidden' are far from unit scale"
     assert (text in capfd.readouterr().err) == (scale > 1)
-
-
-# ---------------------------------------------------------------------- bytes
-def test_bytes_of_momenta() -> None:
-    """Momenta take the bytes of the weights and of their row and column sizes.
-
-    They are known before training.
-    """
-    model = compiled_mlp(step="spectral")
-    shapes = [(layer.input.shape[1], layer.units) for layer in model.layers]
-    extents = sum(inputs + 1 + outputs for inputs, outputs in shapes)
-    size = 4 * (model.count_params() + extents)
-    for _ in range(2):
-        sizes = model.optimizer.state_bytes()
-        assert sizes.pop("momenta") == size
-        model.train_on_batch(X, Y)
-    kept = [
-        variable
-        for block in state_of(model).preconditioners
-        for variable in block.momentum.variables
-    ]
-    assert sum(v.numpy().nbytes for v in kept) == size

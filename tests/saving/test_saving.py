@@ -10,7 +10,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import h5py
 import keras
 import numpy as np
 import pytest
@@ -31,7 +30,6 @@ from tests.support.small import (
     kfac_of,
     loss,
     mlp,
-    same,
     unbuilt_sequential,
 )
 from tfkfac.saving import store
@@ -109,12 +107,6 @@ def load_weights(fresh: Fresh, path: Path, saved: None) -> Any:
     return model
 
 
-def load_tree(fresh: Fresh, path: Path, saved: Any) -> Any:
-    model = fresh()
-    model.set_state_tree(saved)
-    return model
-
-
 def load_model(fresh: Fresh, path: Path, saved: None) -> Any:
     return keras.models.load_model(path)
 
@@ -123,9 +115,7 @@ def load_model(fresh: Fresh, path: Path, saved: None) -> Any:
 FILES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     ".keras": (lambda model, path: model.save(path), load_model),
     ".weights.h5": (lambda model, path: model.save_weights(path), load_weights),
-    "tree": (lambda model, _: model.get_state_tree("numpy_array"), load_tree),
     "checkpoint": (save_checkpoint, load_checkpoint),
-    ".h5": (lambda model, path: model.save(path), load_model),
 }
 LATER = "'kfac' was written by format 3, this version of tfkfac reads format 2"
 
@@ -134,7 +124,6 @@ LATER = "'kfac' was written by format 3, this version of tfkfac reads format 2"
 def test_a_later_format_is_refused(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an error; Keras turns it into a warning for `.h5` files."""
     model, path = compiled_mlp(eager=True), tmp_path / f"model{file}"
     train(model, 0, 1)
     before = curvature(kfac_of(model))
@@ -142,9 +131,7 @@ def test_a_later_format_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(store, "FORMAT", 3)
         saved = save(model, path)
-    warns = pytest.warns(UserWarning, match=LATER)
-    raises = pytest.raises(ValueError, match=LATER)
-    with warns if file == ".h5" else raises:
+    with pytest.raises(ValueError, match=LATER):
         load(lambda: model, path, saved)
     assert_same(curvature(kfac_of(model)), before)
 
@@ -171,7 +158,6 @@ def random_layers(count: int = 4, make: Any = tfkfac.KFAC) -> Any:
     ("file", "make"),
     [
         (".keras", tfkfac.KFAC),
-        pytest.param(".h5", tfkfac.KFAC, marks=pytest.mark.slow),
         (".weights.h5", tfkfac.FOSI),
         pytest.param("checkpoint", tfkfac.KFAC, marks=pytest.mark.slow),
     ],
@@ -209,52 +195,28 @@ def test_random_layers_of_another_model(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------- state and files
-def test_state_tree_of_tensors() -> None:
-    model = compiled_mlp(eager=True)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_legacy_file_without_curvature(scaled: bool, tmp_path: Path) -> None:
+    """Saving warns; the optimizer of the loaded model starts again."""
+    optimizer: Any = tfkfac.KFAC(step="natural")
+    if scaled:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    model = with_optimizer(optimizer)
     train(model, 0, 2)
-    tree = model.get_state_tree()
-    before = everything(model)
-    assert all(tf.is_tensor(x) for x in keras.tree.flatten(tree))
-    train(model, 2, 3)
-    # The tree holds variables, which change with the training.
-    state = tree["optimizer_variables"]["curvature"]
-    kept = {name: np.array(x) for name, x in state.items()}
-    assert not same(curvature(kfac_of(model)), kept)
-    model.set_state_tree({"optimizer_variables": {"curvature": state}})
-    assert_same(curvature(kfac_of(model)), kept)
-    assert not same(everything(model), before)
-
-
-def test_legacy_file_in_a_loss_scale_optimizer(tmp_path: Path) -> None:
-    scaler = keras.optimizers.LossScaleOptimizer(tfkfac.KFAC(step="natural"))
-    model = with_optimizer(scaler)
-    train(model, 0, 2)
-    model.save(tmp_path / "model.h5")
+    with pytest.warns(UserWarning, match=r"`\.h5` file does not .*'kfac'"):
+        model.save(tmp_path / "model.h5")
     copy = keras.models.load_model(tmp_path / "model.h5")
-    assert_same(curvature(kfac_of(copy)), curvature(kfac_of(model)))
-    assert any(v.any() for v in curvature(kfac_of(copy)).values())
-    values = [x.optimizer.variables for x in (copy, model)]
-    np.testing.assert_equal(*[[v.numpy() for v in of] for of in values])
+    np.testing.assert_equal(copy.get_weights(), model.get_weights())
+    train(copy, 2, 3)
+    assert int(kfac_of(copy).factor_updates) == 1
 
 
-def test_saved_without_curvature(tmp_path: Path) -> None:
-    file = tmp_path / "model.h5"
+def test_state_tree_without_curvature() -> None:
     model = compiled_mlp(eager=True)
-    train(model, 0, 2)
-    model.save(file)
-    with h5py.File(file, "a") as opened:
-        weights = opened["optimizer_weights"]
-        del weights["curvature"]
-        names = weights.attrs["weight_names"]
-        other = [name for name in names if not name.startswith("curvature")]
-        weights.attrs["weight_names"] = other
-    tree = model.get_state_tree()
-    del tree["optimizer_variables"]["curvature"]
-    with pytest.warns(UserWarning, match="'kfac' finds no curvature"):
-        copy = keras.models.load_model(file)
-    assert int(kfac_of(copy).factor_updates) == 0
-    with pytest.warns(UserWarning, match="'kfac' finds no curvature"):
-        model.set_state_tree(tree)
+    train(model, 0, 1)
+    model.set_state_tree(model.get_state_tree("numpy_array"))
+    with pytest.raises(ValueError, match="state trees do not contain"):
+        train(model, 1, 2)
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,7 @@ def test_other_step(saved: dict[str, str], loaded: dict[str, str]) -> None:
     Momenta are whitened by the roots of a solver.
     """
     state = state_of("hidden logits", **saved)
-    model = compiled_mlp(**loaded)
+    model = compiled_mlp(**loaded, eager=True)
     model.train_on_batch(X, Y)
     optimizer = kfac_of(model)
     with pytest.warns(UserWarning, match="is reset"):

@@ -276,9 +276,9 @@ def test_layer_rules_round_trip(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["skip_layers", "only_layers"])
-@pytest.mark.parametrize("rule", ["nope", re.compile("no.e"), layers.Conv2D])
+@pytest.mark.parametrize("rule", ["idden", re.compile("no.e"), layers.Conv2D])
 def test_rule_without_a_layer(rule: Any, name: str) -> None:
-    """A rule that matches no layer is an error of `compile`."""
+    """A rule that matches no layer, or only part of a name, is an error."""
     with pytest.raises(ValueError, match=rf"`{name}`.*'mlp'") as caught:
         mlp().compile(
             tfkfac.KFAC(step="natural", **{name: ["hidden", rule]}), loss()

@@ -1,23 +1,17 @@
-"""Loss scaling for float16, on one device and on several workers."""
+"""Loss scaling for float16 on several workers.
 
-from collections.abc import Iterator
+`integration/test_same_runs.py` has one process.
+"""
+
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from keras import layers
 
 import tfkfac
 from tests.support.marks import with_slow
-from tests.support.small import (
-    CLASSES,
-    FEATURES,
-    assert_same,
-    curvature,
-    data,
-    loss,
-)
+from tests.support.small import loss
 from tests.support.strategies import copies, strategy
 from tests.support.training import (
     FEEDS,
@@ -28,67 +22,6 @@ from tests.support.training import (
     small,
 )
 
-X, Y = data(32)
-
-
-@pytest.fixture(autouse=True)
-def mixed() -> Iterator[None]:
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy("mixed_float16")
-    yield
-    keras.config.set_dtype_policy(before)
-
-
-def compiled(scaler: Any) -> Any:
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential(
-        [
-            keras.Input((FEATURES,)),
-            layers.Dense(6, activation="tanh", name="hidden"),
-            layers.BatchNormalization(name="norm"),
-            layers.Dense(CLASSES, name="logits"),
-        ]
-    )
-
-    model.compile(scaler, loss())
-    return model
-
-
-def test_a_bad_batch_leaves_no_trace() -> None:
-    """A bad batch halves the scale; all else has equal bits."""
-    found = []
-    for bad in (True, False):
-        scaler = tfkfac.LossScaleOptimizer(
-            tfkfac.KFAC(step="natural"), dynamic_growth_steps=3
-        )
-        model = compiled(scaler)
-        scales = []
-        for step in range(6):
-            x = X.copy()
-            if step == 1:
-                x[3] = np.nan
-            if step == 1 and not bad:
-                scaler.dynamic_scale.assign(2.0**14)
-                scaler.step_counter.assign(0)
-            else:
-                metrics = model.train_on_batch(x, Y, return_dict=True)
-                assert np.isfinite(metrics["loss"]) == (step != 1)
-            scales.append(float(scaler.dynamic_scale))
-        state = curvature(scaler.inner_optimizer)
-        values = [np.array(v) for v in model.variables]
-        found.append((values, state, scales))
-    (values, state, scales), (want, want_state, want_scales) = found
-    powers = [15, 14, 14, 14, 15, 15]
-    assert scales == want_scales == [2.0**n for n in powers]
-    for got, value in zip(values, want, strict=True):
-        np.testing.assert_array_equal(got, value)
-    counter = "state:skipped_steps:"
-    assert state.pop(counter) == 1
-    assert want_state.pop(counter) == 0
-    assert_same(state, want_state)
-
-
-# ------------------------------------------------------------ several workers
 OPTIMIZERS = {
     "KFAC": tfkfac.KFAC,
     "MR-DHO2": lambda: tfkfac.FOSI(warmup_steps=1, accelerator_fraction=0.5),

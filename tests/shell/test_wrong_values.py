@@ -22,6 +22,7 @@ from keras.optimizers.schedules import ExponentialDecay
 import tfkfac
 from tests.support.schedules import Formula
 from tests.support.small import compiled_mlp, loss, mlp
+from tfkfac.shell import small_rates
 from tfkfac.shell.arguments import Hyperparameter
 
 NAN, INF = float("nan"), float("inf")
@@ -163,12 +164,14 @@ def has_value(owner: Any, item: Any, name: str, value: Any) -> bool:
 
 
 @pytest.mark.parametrize("owner", TAKES)
-def test_values(owner: Any) -> None:
+def test_values(owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each argument of the signature has a row.
 
     Accepted values become attributes and survive a config. The constructor
     refuses others in Keras' form.
     """
+    # Reading a schedule at many steps, for a warning, takes most of the time.
+    monkeypatch.setattr(small_rates, "largest_rate", lambda rate: None)
     parameters = inspect.signature(owner.__init__).parameters
     assert set(parameters) - {"self", "name"} == set(TAKES[owner])
     # No argument is hidden in `**kwargs`.
@@ -268,6 +271,7 @@ TWO: Any = {"gradient_accumulation_steps": 2}
 OUTSIDE = "`inner_optimizer`.*`LossScaleOptimizer` around"
 NESTED = "^(?!.*LossScale).*outermost is bound"
 SPECTRAL = {"step": "spectral"}
+SHARED = SGD(0.1)
 # Owner, positional and named arguments, words of the message.
 CONFLICTS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     *(
@@ -304,11 +308,14 @@ CONFLICTS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (FOSI, (), {"num_largest": 0}, "`num_largest` and `num_smallest`"),
     (KFAC, (0.1, 0.01), {}, "positional"),
     *(
-        (owner, (), {name: 0.1}, f"unexpected.* '{name}'")
-        for owner in (KFAC, FOSI, GN)
-        for name in ("lr", "weight_decay", "loss_scale_factor")
-        if name not in TAKES[owner]
+        (KFAC, (), {"rest_optimizer": rest}, "`rest_optimizer` .*" + words)
+        for rest, words in (
+            ("kfac", "must be a (plain|Keras) optimizer"),
+            (Adam(NAN), "must have a finite learning rate"),
+            (SGD(**TWO), "without `gradient_accumulation_steps`"),
+        )
     ),
+    (KFAC, (SHARED,), {"rest_optimizer": SHARED}, "different from"),
     *(
         (owner, (), {name: value}, f"Did you mean '{choice}'")
         for owner, name, value, choice in (
@@ -366,8 +373,3 @@ def test_assignments(make: Callable[[], Any]) -> None:
             ):
                 setattr(optimizer, name, value)
             assert getattr(optimizer, name) == before
-
-
-def test_loss_scale_factor_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"`loss_scale_factor`.*=8.0"):
-        KFAC(step="natural").loss_scale_factor = 8.0

@@ -105,8 +105,7 @@ CASES = {
         "arrays, in batches",
         "dataset",
         "dataset, distributed",
-        "PyDataset, dictionary",
-        "PyDataset, threads",
+        "PyDataset",
     ),
 }
 # With other seeds on each worker.
@@ -158,21 +157,18 @@ class Epochs(keras.callbacks.Callback):
 
 
 class Batches(keras.utils.PyDataset):
-    """Batches of the rows, as arrays or dictionaries of them."""
+    """Batches of the rows in an order, as dictionaries."""
 
-    def __init__(
-        self, as_dictionary: bool = False, order: Any = None, **kwargs: Any
-    ) -> None:
-        super().__init__(**kwargs)
-        self._as_dictionary = as_dictionary
-        self._rows = X if order is None else X[order]
+    def __init__(self, order: Any = slice(None)) -> None:
+        super().__init__()
+        self._rows = X[order]
 
     def __len__(self) -> int:
         return -(-ROWS // BATCH)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         x = self._rows[BATCH * index : BATCH * (index + 1)]
-        return ({"inputs": x} if self._as_dictionary else x), x
+        return {"inputs": x}, x
 
 
 def fit_rows(
@@ -209,8 +205,7 @@ def inputs(name: str, strategy: Any) -> dict[str, Any]:
         if variant:
             data = strategy.experimental_distribute_dataset(data)
         return {"x": data}
-    threads = 2 if variant == "threads" else 1
-    return {"x": Batches(variant == "dictionary", workers=threads)}
+    return {"x": Batches()}
 
 
 def dataset() -> tf.data.Dataset:
@@ -329,7 +324,7 @@ def warnings_of_labels(strategy: Any, index: int) -> dict[str, list[str]]:
     for name, order in orders.items():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            fit_rows(strategy, {"x": Batches(order=order)})
+            fit_rows(strategy, {"x": Batches(order)})
         texts = [str(warning.message) for warning in caught]
         found[name] = [text for text in texts if "PyDataset" in text]
     return found

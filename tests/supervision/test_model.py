@@ -69,16 +69,13 @@ def test_compile_with_another_optimizer_removes_overrides() -> None:
     model.compile("sgd", loss(), run_eagerly=True)
     model.fit(X, Y, verbose=0)
     assert not tfkfac_attributes(model, model.optimizer)
-    kfac = tfkfac.KFAC(step="natural")
-    model.compile(kfac, loss(), run_eagerly=True)
+    model.compile(tfkfac.KFAC(step="natural"), loss(), run_eagerly=True)
     model.fit(X, Y, verbose=0)
-    changed = {"fit", "train_on_batch", "get_state_tree", "set_state_tree"}
+    changed = {"fit", "train_on_batch"}
     assert changed <= tfkfac_attributes(model)
-    assert "set_weights" in tfkfac_attributes(kfac)
     model.compile("adam", loss(), run_eagerly=True)
     model.fit(X, Y, verbose=0)
     assert not tfkfac_attributes(model, model.optimizer)
-    assert "set_weights" not in vars(kfac)
 
 
 def test_compile_with_the_optimizer_of_another_model_fails() -> None:

@@ -69,7 +69,10 @@ class ConvBlock(MatrixBlock):
         inputs = record.inputs
         g = self._gradients(channels_last(self.layer, record.gradient))
         if self.groups:
-            g = split_features(g, self.groups)
+            width = g.shape[-1] // self.groups
+            # `tf.reshape` infers the batch size only if no other size is 0.
+            batch = -1 if g.shape[1] else size_of(g, 0)
+            g = tf.reshape(g, [batch, size_of(g, 1), self.groups, width])
         return Rows(
             lambda: self._patches(inputs), g, None, self._gram_of(inputs)
         )
@@ -228,14 +231,6 @@ def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
         return tensor
     rank = tensor.shape.rank
     return tf.transpose(tensor, [0, *range(2, rank), 1])
-
-
-def split_features(rows: tf.Tensor, groups: int) -> tf.Tensor:
-    """Reshape `(batch, shared, features)` to `(batch, shared, groups, -1)`."""
-    width = rows.shape[-1] // groups
-    # `tf.reshape` can infer the batch size only if no other size is 0.
-    batch = -1 if rows.shape[1] else size_of(rows, 0)
-    return tf.reshape(rows, [batch, size_of(rows, 1), groups, width])
 
 
 class ConvTransposeBlock(MatrixBlock):

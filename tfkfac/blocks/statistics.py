@@ -128,15 +128,6 @@ def _gather_part(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
     return tf.cond(is_whole, lambda: tensor, lambda: _gather(tensor, indices))
 
 
-def _is_plain(record: Record) -> bool:
-    """True if the input is one tensor and no other argument is a tensor."""
-    arguments = tf.nest.flatten(dict(record.kwargs))
-    return isinstance(record.inputs, tf.Tensor) and all(
-        isinstance(value, (bool, int, float, str, type(None)))
-        for value in arguments
-    )
-
-
 K = TypeVar("K")
 
 
@@ -322,7 +313,12 @@ def _rows(
     block: Block, record: Record, subsample: Subsample | None
 ) -> tuple[Rows, int | tf.Tensor, Examples | None]:
     """Return the rows of a call, the batch size, and the selected examples."""
-    if subsample is not None and block.examples_first and _is_plain(record):
+    # The input must be the only tensor of the call.
+    is_plain = isinstance(record.inputs, tf.Tensor) and all(
+        isinstance(value, (bool, int, float, str, type(None)))
+        for value in tf.nest.flatten(dict(record.kwargs))
+    )
+    if subsample is not None and block.examples_first and is_plain:
         # Subsample before the conversion to rows, which saves time.
         size = size_of(record.gradient, 0)
         if not subsample.is_whole(size):
@@ -429,10 +425,18 @@ def records_of(
     recorded = [block.gradient(block.rows(r)) for r in chain(*calls)]
     best, explains = _compare(recorded, block.to_matrix(gradients), choices)
     weights = tf.split(choices[best], lengths)
-    merged = [
-        _merge(records, tf.unstack(chosen, len(records)))
-        for records, chosen in zip(calls, weights, strict=True)
-    ]
+    merged = []
+    for records, chosen in zip(calls, weights, strict=True):
+        # Sum the gradients of the records whose weight is 1.
+        terms = [
+            tf.math.multiply_no_nan(r.gradient, tf.cast(w, r.gradient.dtype))
+            for r, w in zip(
+                records, tf.unstack(chosen, len(records)), strict=True
+            )
+        ]
+        merged.append(
+            dataclasses.replace(records[-1], gradient=tf.add_n(terms))
+        )
     return merged, explains
 
 
@@ -464,12 +468,3 @@ def _compare(
         first = tf.argmax(tf.cast(flags, tf.int32))
         best = tf.where(tf.reduce_any(flags), first, best)
     return best, tf.reduce_any(tf.logical_or(same, parallel))
-
-
-def _merge(records: Sequence[Record], chosen: Sequence[tf.Tensor]) -> Record:
-    """Merge the records of a call; sum the gradients with `chosen = 1`."""
-    gradients = [
-        tf.math.multiply_no_nan(r.gradient, tf.cast(c, r.gradient.dtype))
-        for r, c in zip(records, chosen, strict=True)
-    ]
-    return dataclasses.replace(records[-1], gradient=tf.add_n(gradients))

@@ -158,12 +158,6 @@ class ModelTap(TraceLists[N], abc.ABC):
         if tap is not None:
             tap._installed.remove()
 
-    @staticmethod
-    def close_all(model: keras.Model) -> None:
-        """Remove all taps of the model."""
-        for tap_class in ModelTap.__subclasses__():
-            tap_class.close(model)
-
     def record(self, item: N) -> None:
         """Record an object of this replica in the current trace."""
         items = self.current()
@@ -331,7 +325,12 @@ class MetricsTap(ModelTap[MetricsDecision]):
         decision = decisions[-1]
         excluded = decision.flag > 0
         if not decision.loss_is_known:
-            excluded &= ~_all_finite(read_values(model.metrics_variables))
+            finite = [
+                tf.reduce_all(tf.math.is_finite(value))
+                for _, value in read_values(model.metrics_variables)
+                if value.dtype.is_floating
+            ]
+            excluded &= ~tf.reduce_all(finite)
         if tf.executing_eagerly() and excluded:
             # Reset metrics created in this step, which have no saved value.
             saved_ids = {id(variable) for variable in variables}
@@ -344,16 +343,6 @@ class MetricsTap(ModelTap[MetricsDecision]):
                 tf.raw_ops.Select(condition=excluded, x=value, y=variable)
             )
         return results
-
-
-def _all_finite(values: Values) -> tf.Tensor:
-    """Return True if all floating-point values are finite."""
-    finite = [
-        tf.reduce_all(tf.math.is_finite(value))
-        for _, value in values
-        if value.dtype.is_floating
-    ]
-    return tf.reduce_all(finite)
 
 
 def metrics_are_reset(model: keras.Model) -> bool:

@@ -82,7 +82,13 @@ def walk(
         ValueError: If a rule matches no layer.
     """
     seen, ambiguous = {id(root)}, ambiguous_layers(root)
-    recurrent = recurrent_layers(root)
+    # Recurrent layers, the layers inside them, and cells of Keras.
+    recurrent = {
+        id(layer)
+        for outer in all_layers(root)
+        if isinstance(outer, _RECURRENT)
+        for layer in all_layers(outer)
+    }
     paths: set[str] = set()
 
     def make_unique(path: str) -> str:
@@ -169,16 +175,6 @@ def ambiguous_layers(root: keras.layers.Layer) -> set[int]:
     return {key for key in wrapped if num_containers[key] > 1}
 
 
-def recurrent_layers(root: keras.layers.Layer) -> set[int]:
-    """Ids of recurrent layers, the layers inside them, and cells of Keras."""
-    return {
-        id(layer)
-        for recurrent in all_layers(root)
-        if isinstance(recurrent, _RECURRENT)
-        for layer in all_layers(recurrent)
-    }
-
-
 def matches(rule: LayerRule, layer: keras.layers.Layer, path: str) -> bool:
     """True if a rule matches the class, name or path of a layer."""
     if isinstance(rule, type):
@@ -197,7 +193,8 @@ def detach(model: keras.Model, owner: object | None) -> None:
         forget_first_call(node.layer)
         release_moments(node.layer)
         Tap.close(node.layer, owner)
-    ModelTap.close_all(model)
+    for tap_class in ModelTap.__subclasses__():
+        tap_class.close(model)
 
 
 def needs_loop(model: keras.Model) -> bool:

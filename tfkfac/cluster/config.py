@@ -15,7 +15,7 @@ import tensorflow as tf
 TRAINING_TASKS = ("chief", "worker")
 EVALUATOR = "evaluator"  # type of a task that does not train
 _PARAMETER_SERVER = "ps"
-# 4096 addresses of at most 263 bytes fit into one message of `channel.py`.
+# 4096 addresses of at most 263 bytes fit into one message of gRPC (4 MB).
 MAX_WORKERS = 2**12
 _MAX_RECEIVED_CHARS = 1000  # of a malformed value, in an error
 _ADDRESS = re.compile(

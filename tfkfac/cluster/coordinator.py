@@ -1,32 +1,36 @@
-"""Worker 0's side of the rendezvous: accept all other workers.
+"""Worker 0's side of the rendezvous: a gRPC server that all others call.
 
-Any process can connect to the port of worker 0. Worker 0 reports a message
-that is not a greeting, and drops its connection. A process whose greeting is
-valid but which cannot take part, for example of another job, receives the
-reason before worker 0 drops it. In both cases worker 0 continues to wait.
+Each worker repeats its request until the reply is "go", "refused" or "timeout".
+So a lost connection needs no treatment: a worker that stops calling is dropped.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import errno
 import secrets
-import selectors
 import socket
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
+
+import grpc
+from typing_extensions import override
 
 from tfkfac.cluster import waiting
-from tfkfac.cluster.authentication import (
+from tfkfac.cluster.config import Cluster, split_address
+from tfkfac.cluster.messages import (
+    METHOD,
     PEER,
     SECRET_VARIABLE,
     WORKER_0,
     Greeting,
-    Session,
+    Message,
+    decode,
+    encode,
     make_nonce,
 )
-from tfkfac.cluster.channel import MAX_MESSAGE_BYTES, Connection, Message, parse
-from tfkfac.cluster.config import Cluster, split_address
 from tfkfac.cluster.waiting import (
     RefusedError,
     Rendezvous,
@@ -37,279 +41,231 @@ from tfkfac.cluster.waiting import (
     quote,
 )
 
-# Maximum number of unfinished handshakes, which bounds memory and open files.
-# Above this number worker 0 drops the oldest connection; a worker whose
-# connection is dropped connects again.
-_MAX_PENDING = 256
-_MAX_PRINTED = 20  # lines on dropped connections that were not admitted
-# Maximum size of a greeting: fixed bytes, plus bytes for each address.
-_GREETING_BYTES, _ADDRESS_BYTES = 2**16, 300
-_HEARTBEAT_INTERVAL_S = 1.0  # between two messages "missing" to a worker
+_THREADS = 8  # of the server; each request takes about a millisecond
+_MAX_PRINTED = 20  # lines on dropped processes that were not admitted
+_END_TIMEOUT_S = 10.0  # for the last reply to each worker
 
 
-def accept_workers(cluster: Cluster, secret: bytes, wait: Wait) -> Rendezvous:
-    """As worker 0, accept all other workers; then start all of them."""
-    with (
-        _listen(cluster, secret, wait) as servers,
-        selectors.DefaultSelector() as selector,
-        contextlib.ExitStack() as connections,
-    ):
-        coordinator = _Coordinator(cluster, secret, wait, selector)
-        connections.callback(coordinator.close)
-        for server in servers:
-            selector.register(server, selectors.EVENT_READ)
+def accept_workers(
+    cluster: Cluster, secret: bytes, wait: Wait, probe: Callable[[], str]
+) -> Rendezvous:
+    """As worker 0, accept all other workers; then start all of them.
+
+    `probe` returns the job of another worker 0 that uses the port; "" if the
+    port is used by another program.
+    """
+    coordinator = _Coordinator(cluster, secret, wait)
+    with _serve(coordinator, cluster, secret, wait, probe):
         try:
-            while missing := coordinator.missing():
-                wait.check(missing)
-                coordinator.send_missing(missing)
-                events = selector.select(
-                    wait.remaining(waiting.POLL_INTERVAL_S)
-                )
-                peers = [key.data for key, _ in events if key.data is not None]
-                # Read admitted connections first: a worker whose connection
-                # has ended may have sent a greeting on a new connection.
-                for peer in sorted(peers, key=lambda p: not p.is_admitted):
-                    coordinator.receive(peer)
-                for key, _ in events:
-                    if key.data is None:
-                        coordinator.accept(key.fileobj)
-                coordinator.drop_expired()
+            coordinator.wait_for_all()
         except (RefusedError, TimeoutError) as error:
             is_refused = isinstance(error, RefusedError)
-            coordinator.send_all(
+            coordinator.end(
                 {"refused" if is_refused else "timeout": str(error)}
             )
             raise
         seed = secrets.randbits(31)
-        coordinator.send_all({"go": coordinator.addresses, "seed": seed})
-        admitted = coordinator.release()
-        # The servers are closed on return, so TensorFlow can use the port.
-        full_cluster = dataclasses.replace(
-            cluster, addresses=tuple(coordinator.addresses)
-        )
-        return Rendezvous(full_cluster, admitted, seed)
+        addresses = coordinator.addresses
+        coordinator.end({"go": addresses, "seed": seed})
+    # The server has ended, so TensorFlow can use the port.
+    full_cluster = dataclasses.replace(cluster, addresses=tuple(addresses))
+    return Rendezvous(full_cluster, seed)
 
 
+@dataclasses.dataclass
 class _Peer:
-    """A connection to worker 0 and the state of its handshake."""
+    """A process that has joined as a worker."""
 
-    def __init__(
-        self, connection: Connection, address: tuple[Any, ...], is_local: bool
-    ) -> None:
-        self.connection = connection
-        self.host = normalize_host(address[0])
-        self.port = address[1]
-        self.is_local = is_local  # on the host of worker 0
-        self.deadline = time.monotonic() + waiting.TIMEOUT_S  # of the greeting
-        self.greeting: Greeting | None = None
-        self.session: Session | None = None
-        self.is_admitted = False
-
-    @property
-    def process(self) -> str:
-        """Random number of the peer's process; "" before its greeting."""
-        return "" if self.greeting is None else self.greeting.process
+    greeting: Greeting
+    description: str  # for messages
+    joined_s: float  # time of its first request
+    time_s: float  # of its last request
+    rival: str = ""  # other process with the same index
+    refused_rival: str = ""  # rival that came before the last request
+    has_ended: bool = False  # True if it has received the last reply
 
 
-class _Coordinator:
-    """Handshakes of all peers with worker 0; a slow peer does not block."""
+class _Coordinator(grpc.GenericRpcHandler):
+    """Handler of the requests of all workers."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        secret: bytes,
-        wait: Wait,
-        selector: selectors.BaseSelector,
-    ) -> None:
+    def __init__(self, cluster: Cluster, secret: bytes, wait: Wait) -> None:
         self._cluster = cluster
         self._secret = secret
         self._wait = wait
-        self._selector = selector
-        self._admitted: dict[int, _Peer] = {}
-        self._pending: dict[_Peer, None] = {}  # oldest first
-        self._next_heartbeat = 0.0
-        self._num_dropped = 0  # connections that were not admitted
-        size = len(cluster.addresses)
-        self._max_greeting_bytes = _GREETING_BYTES + _ADDRESS_BYTES * size
+        self._session = make_nonce()
+        self._changed = threading.Condition()
+        self._peers: dict[int, _Peer] = {}
+        self._failure = ""  # why no worker can start
+        self._end: Message | None = None  # the last reply to all workers
+        self._num_dropped = 0  # processes that were not admitted
         self.addresses = list(cluster.addresses)
 
-    def missing(self) -> list[int]:
-        """Return the indices of the workers that are not admitted."""
-        size = len(self._cluster.addresses)
-        return [i for i in range(1, size) if i not in self._admitted]
+    @override
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler | None:
+        if handler_call_details.method != METHOD:
+            return None
+        return grpc.unary_unary_rpc_method_handler(self._join)
 
-    def send_all(self, message: Message) -> None:
-        """Send a message to all admitted workers."""
-        for peer in list(self._admitted.values()):
-            peer.connection.send(message)
+    # ----------------------------------------------------- the main thread
+    def wait_for_all(self) -> None:
+        """Wait until all workers have joined, and have called again since."""
+        with self._changed:
+            while missing := self._missing():
+                if self._failure:
+                    raise RefusedError(self._failure)
+                self._wait.check(missing)
+                self._changed.wait(
+                    self._wait.remaining(waiting.POLL_INTERVAL_S)
+                )
+                self._drop_silent()
 
-    def send_missing(self, missing: Sequence[int]) -> None:
-        """Send the list of missing workers to admitted workers, at 1 Hz."""
-        if time.monotonic() > self._next_heartbeat:
-            self._next_heartbeat = time.monotonic() + _HEARTBEAT_INTERVAL_S
-            self.send_all({"missing": missing[: waiting.MAX_NAMED + 1]})
-
-    def release(self) -> dict[int, Connection]:
-        """Return the connections of admitted workers, which stay open."""
-        connections = {i: peer.connection for i, peer in self._admitted.items()}
-        for connection in connections.values():
-            self._selector.unregister(connection)
-            connection.max_message_bytes = MAX_MESSAGE_BYTES
-        self._admitted.clear()
-        return connections
-
-    def close(self) -> None:
-        """Close all connections that `release` has not returned."""
-        for peer in (*self._admitted.values(), *self._pending):
-            peer.connection.close()
-        if self._num_dropped > _MAX_PRINTED:
-            print_line(
-                f"worker 0 has dropped {self._num_dropped} connections; the "
-                f"first {_MAX_PRINTED} are printed."
+    def end(self, reply: Message) -> None:
+        """Send the last reply to all workers that have joined."""
+        with self._changed:
+            self._end = reply
+            peers = self._peers.values()
+            self._changed.wait_for(
+                lambda: all(peer.has_ended for peer in peers), _END_TIMEOUT_S
             )
+            for peer in peers:
+                if not peer.has_ended:
+                    print_line(
+                        f"{peer.description} has not asked for the end "
+                        "of the start: it may have ended"
+                    )
+            if self._num_dropped > _MAX_PRINTED:
+                print_line(
+                    f"worker 0 has dropped {self._num_dropped} processes; the "
+                    f"first {_MAX_PRINTED} are printed."
+                )
 
-    def accept(self, server: Any) -> None:
-        """Accept one connection; drop the oldest if there are too many."""
-        try:
-            sock, address = server.accept()
-        except OSError as error:
-            # Out of file descriptors: drop the oldest connection. Any other
-            # error means that the new connection has already ended.
-            if error.errno in (errno.EMFILE, errno.ENFILE) and self._pending:
-                self._drop(next(iter(self._pending)), "too many connections")
-            return
-        try:
-            host, local_host = normalize_host(address[0]), sock.getsockname()[0]
-            is_local = host == normalize_host(local_host) or is_loopback(host)
-            limits = waiting.SHORT_TIMEOUT_S, self._max_greeting_bytes
-            connection = Connection(sock, *limits)
-        except OSError:
-            sock.close()
-            return
-        peer = _Peer(connection, address, is_local)
-        self._pending[peer] = None
-        self._selector.register(connection, selectors.EVENT_READ, peer)
-        if len(self._pending) > _MAX_PENDING:
-            self._drop(next(iter(self._pending)), "too many connections")
+    def _missing(self) -> list[int]:
+        """Return the workers that have not joined.
 
-    def drop_expired(self) -> None:
-        """Drop disconnected workers and handshakes past their deadline."""
-        for peer in list(self._admitted.values()):
-            if peer.connection.closed:
-                self._drop(peer, "the connection has ended")
-        now = time.monotonic()
-        for peer in list(self._pending):
-            if now < peer.deadline:
-                break
-            self._drop(peer, f"no greeting within {waiting.TIMEOUT_S:g} s")
-
-    def receive(self, peer: _Peer) -> None:
-        """Handle the messages of a peer; drop the peer if one is invalid."""
-        if not self._is_open(peer):
-            return  # dropped since the selector returned
-        peer.connection.read()
-        while (
-            self._is_open(peer)
-            and (line := peer.connection.pop_line()) is not None
-        ):
-            try:
-                if peer.is_admitted:
-                    raise ValueError("it has sent a message before the start")
-                self._handle_handshake(peer, parse(line))
-            except RefusedError:
-                raise
-            except ValueError as error:
-                self._drop(peer, f"{error}: {quote(line)}")
-        if peer.connection.closed and self._is_open(peer):
-            self._drop(peer, self._disconnect_reason(peer))
-
-    def _is_open(self, peer: _Peer) -> bool:
-        return peer.is_admitted or peer in self._pending
-
-    def _disconnect_reason(self, peer: _Peer) -> str:
-        if peer.is_admitted:
-            return "the connection has ended"
-        if peer.session is not None:
-            return (
-                "it has ended the connection, as a worker does that has "
-                f"another secret ({SECRET_VARIABLE}) or none"
-            )
-        return (
-            "the connection ended, or had more than "
-            f"{self._max_greeting_bytes} bytes, before a greeting was complete"
-        )
-
-    def _drop(self, peer: _Peer, reason: str) -> None:
-        """Close a connection; print the reason.
-
-        The reasons of peers that were not admitted are printed `_MAX_PRINTED`
-        times.
-
-        The reasons of workers with a valid greeting are also in the timeout
-        error.
+        If all have joined, return those that have not called again since: they
+        may have ended.
         """
-        self._pending.pop(peer, None)
-        self._num_dropped += not peer.is_admitted
-        is_printed = peer.is_admitted or self._num_dropped <= _MAX_PRINTED
-        name = "a connection"
-        if peer.greeting is not None:
-            name = f"worker {peer.greeting.worker}"
-            if self._admitted.get(peer.greeting.worker) is peer:
-                del self._admitted[peer.greeting.worker]
-        peer.is_admitted = False
-        self._selector.unregister(peer.connection)
-        peer.connection.close()
-        description = f"{name} from {peer.host} port {peer.port}: {reason}"
-        if peer.session is not None:
-            self._wait.record(description)
-        if is_printed:
-            print_line(f"worker 0 has dropped {description}")
+        workers = range(1, len(self.addresses))
+        if missing := [i for i in workers if i not in self._peers]:
+            return missing
+        last = max(peer.joined_s for peer in self._peers.values())
+        return [i for i in workers if self._peers[i].time_s <= last]
 
-    def _handle_handshake(self, peer: _Peer, message: Message) -> None:
-        """Answer a peer that is not admitted; raise a ValueError to drop it."""
-        if peer.greeting is None or peer.session is None:
-            peer.greeting = Greeting.read(message)
-            nonce = make_nonce()
-            peer.session = Session(self._secret, peer.greeting, nonce)
-            proof = peer.session.prove(WORKER_0)
-            peer.connection.send({"nonce": nonce, "proof": proof})
-            return
-        if not peer.session.verify(PEER, message.get("proof")):
-            raise ValueError(
-                f"it has another secret ({SECRET_VARIABLE}) or none"
+    def _drop_silent(self) -> None:
+        """Drop the workers that have stopped calling."""
+        limit = time.monotonic() - waiting.lease_s(len(self.addresses))
+        for worker, peer in list(self._peers.items()):
+            if peer.time_s < limit:
+                del self._peers[worker]
+                self._drop(peer.description, "it has ended", True)
+
+    def _drop(self, description: str, reason: str, is_worker: bool) -> None:
+        """Print why a process is dropped; name workers in the timeout error.
+
+        The reasons of other processes are printed `_MAX_PRINTED` times.
+        """
+        self._num_dropped += not is_worker
+        if is_worker:
+            self._wait.record(f"{description}: {reason}")
+        if is_worker or self._num_dropped <= _MAX_PRINTED:
+            print_line(f"worker 0 has dropped {description}: {reason}")
+
+    # ------------------------------------------------ threads of the server
+    def _join(self, data: bytes, context: grpc.ServicerContext) -> bytes:
+        """Answer the request of a worker."""
+        host, port = _split_peer(context.peer())
+        source = f"from {host} port {port}"
+        try:
+            content, is_authentic = decode(data, self._secret, PEER)
+            greeting = Greeting.read(content)
+        except ValueError as error:
+            with self._changed:
+                reason = f"{error}: {quote(data)}"
+                self._drop(f"a process {source}", reason, False)
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no greeting")
+            raise AssertionError("`abort` raises") from error
+        description = f"worker {greeting.worker} {source}"
+        with self._changed:
+            if not is_authentic:
+                reason = f"it has another secret ({SECRET_VARIABLE}) or none"
+                self._drop(description, reason, False)
+                reply: Message = {"refused": reason}
+            elif greeting.session != self._session:
+                reply = {"session": self._session}
+            elif greeting.worker == 0:
+                reply = self._refuse_worker_0(greeting, host)
+            else:
+                reply = self._admit(greeting, host, description)
+            self._changed.notify_all()
+        reply["nonce"] = greeting.nonce
+        return encode(reply, self._secret, WORKER_0)
+
+    def _admit(
+        self, greeting: Greeting, host: str, description: str
+    ) -> Message:
+        """Register a worker, or refuse it; return the reply."""
+        worker, now = greeting.worker, time.monotonic()
+        address = greeting.cluster[worker]
+        if not address:
+            own_host = self._cluster.addresses[0].rpartition(":")[0]
+            peer_host = f"[{host}]" if ":" in host else host
+            if _is_local(host):
+                peer_host = own_host  # a loopback address is not unique
+            address = f"{peer_host}:{greeting.port}"
+        reason = self._reason_to_refuse(greeting, address, host)
+        peer = self._peers.get(worker)
+        if not reason and peer is not None:
+            if peer.greeting.process == greeting.process:
+                peer.refused_rival = peer.rival
+            elif peer.refused_rival == greeting.process:
+                name = self._cluster.name(worker)
+                reason = f"Two processes are {name}: each needs its own index"
+            else:
+                # The registered process may have ended. Its next request, or
+                # the lack of it, decides.
+                peer.rival = greeting.process
+                return {"missing": [worker]}
+        if reason:
+            self._drop(description, reason, True)
+            return {"refused": reason}
+        if peer is None:
+            if self._end is not None:
+                return self._end.copy()
+            peer = self._peers[worker] = _Peer(greeting, description, now, now)
+            self.addresses[worker] = address
+        peer.time_s = now
+        if self._end is not None:
+            peer.has_ended = True
+            return self._end.copy()
+        return {"missing": self._missing()[: waiting.MAX_NAMED + 1]}
+
+    def _refuse_worker_0(self, greeting: Greeting, host: str) -> Message:
+        """Refuse another worker 0, which has found its port in use."""
+        job = self._cluster.job
+        is_other_job = bool(job and greeting.job and job != greeting.job)
+        if _is_local(host) and not is_other_job:
+            self._failure = (
+                f"Two processes are {self._cluster.name(0)}, and their "
+                "workers cannot be distinguished. Start worker 0 once for "
+                "each job. Two jobs need two ports (argument `coordinator`, "
+                f"`TF_CONFIG`) or two secrets ({SECRET_VARIABLE})."
             )
-        if self._secret:
-            keys = peer.session.key(WORKER_0), peer.session.key(PEER)
-            peer.connection.enable_mac(*keys)
-        if peer.greeting.knock:
-            self._answer_probe(peer, peer.greeting)
-        elif reason := self._reason_to_refuse(peer, peer.greeting):
-            peer.connection.send({"refused": reason})
-            self._drop(peer, reason)
-        else:
-            self._admit(peer, peer.greeting)
+        return {"waiting": job or "unknown"}
 
-    def _admit(self, peer: _Peer, greeting: Greeting) -> None:
-        if (older := self._admitted.get(greeting.worker)) is not None:
-            self._drop(older, "the same process has connected again")
-        del self._pending[peer]
-        self._admitted[greeting.worker] = peer
-        self.addresses[greeting.worker] = greeting.cluster[greeting.worker]
-        peer.is_admitted = True
-        peer.connection.send(
-            {"missing": self.missing()[: waiting.MAX_NAMED + 1]}
-        )
-
-    def _reason_to_refuse(self, peer: _Peer, greeting: Greeting) -> str:
+    def _reason_to_refuse(
+        self, greeting: Greeting, address: str, host: str
+    ) -> str:
         """Return why worker 0 must refuse a worker; "" if it can take part."""
-        index, received = greeting.worker, greeting.cluster
+        worker, received = greeting.worker, greeting.cluster
         expected, job = self._cluster.addresses, self._cluster.job
         if len(received) != len(expected) or any(
             a != b for a, b in zip(received, expected, strict=True) if a and b
         ):
             return (
                 "All workers must have the same cluster. Received: "
-                f"{_format_addresses(received)} on worker {index}, "
+                f"{_format_addresses(received)} on worker {worker}, "
                 f"{_format_addresses(expected)} on worker 0"
             )
         if job and greeting.job and job != greeting.job:
@@ -318,49 +274,42 @@ class _Coordinator:
                 f"{self._cluster.name(0)}: {quote(greeting.job)} here, "
                 f"{quote(job)} there. Each job needs an address of its own"
             )
-        older = self._admitted.get(index)
-        if older is not None and older.process != greeting.process:
-            return (
-                f"Two processes are {self._cluster.name(index)}: each needs "
-                "an index of its own"
-            )
-        taken = [a for i, a in enumerate(self.addresses) if i != index]
-        if received[index] in taken:
-            return f"Another worker has the address {quote(received[index])}"
-        if expected[index] or self._secret:
-            return ""
+        others = [a for i, a in enumerate(self.addresses) if i != worker]
+        if address in others:
+            return f"Another worker has the address {quote(address)}"
         # Without a secret, accept only an address on the sender's host.
-        host = split_address(received[index])[0]
-        allowed_hosts = {normalize_host(host), host}
-        if peer.host in allowed_hosts:
-            return ""
-        if peer.is_local and split_address(expected[0])[0] in allowed_hosts:
+        is_known = bool(expected[worker] or self._secret)
+        named_host = split_address(address)[0]
+        own_host = split_address(expected[0])[0]
+        if (
+            is_known
+            or named_host in (host, normalize_host(host))
+            or normalize_host(named_host) == host
+            or (_is_local(host) and named_host == own_host)
+        ):
             return ""
         return (
-            f"Worker 0 does not know the address {quote(received[index])} of "
-            f"worker {index}, which connects from {peer.host}. Without a "
-            f"secret ({SECRET_VARIABLE}) it must be the same host, or all "
-            "workers must have all addresses"
+            f"Worker 0 does not know the address {quote(address)} of worker "
+            f"{worker}, which connects from {host}. Without a secret "
+            f"({SECRET_VARIABLE}) it must be the same host, or all workers "
+            "must have all addresses"
         )
 
-    def _answer_probe(self, peer: _Peer, greeting: Greeting) -> None:
-        """Answer another worker 0 that cannot listen at the same port.
 
-        Raise a RefusedError if the workers of both jobs cannot be
-        distinguished: the secrets are equal or not set, and the jobs are equal
-        or unknown. Only a process of this host can cause this error.
-        """
-        peer.connection.send({"waiting": self._cluster.job})
-        self._drop(peer, "it is another worker 0 with the same address")
-        job = self._cluster.job
-        is_other_job = bool(job and greeting.job and job != greeting.job)
-        if peer.is_local and not is_other_job:
-            raise RefusedError(
-                f"Two processes are {self._cluster.name(0)}, and their "
-                "workers cannot be distinguished. Start worker 0 once for "
-                "each job. Two jobs need two ports (argument `coordinator`, "
-                f"`TF_CONFIG`) or two secrets ({SECRET_VARIABLE})."
-            )
+def _split_peer(peer: str) -> tuple[str, str]:
+    """Split gRPC's name of a client, such as "ipv6:%5B::1%5D:80"."""
+    _, _, address = urllib.parse.unquote(peer).partition(":")
+    host, _, port = address.rpartition(":")
+    return normalize_host(host.strip("[]")), port
+
+
+def _is_local(host: str) -> bool:
+    """Return True if an IP address is one of this machine."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as sock, contextlib.suppress(OSError):
+        sock.bind((host, 0))
+        return True
+    return False
 
 
 def _format_addresses(addresses: Sequence[str]) -> str:
@@ -372,10 +321,14 @@ def _format_addresses(addresses: Sequence[str]) -> str:
 
 
 @contextlib.contextmanager
-def _listen(
-    cluster: Cluster, secret: bytes, wait: Wait
-) -> Iterator[list[socket.socket]]:
-    """Listen at the port of worker 0, as soon as the port is free.
+def _serve(
+    handler: grpc.GenericRpcHandler,
+    cluster: Cluster,
+    secret: bytes,
+    wait: Wait,
+    probe: Callable[[], str],
+) -> Iterator[None]:
+    """Serve at the port of worker 0, as soon as the port is free.
 
     If all known addresses are loopback addresses, listen only on the loopback
     interface.
@@ -383,96 +336,66 @@ def _listen(
     deadline = time.monotonic() + wait.remaining(waiting.TIMEOUT_S)
     host, port = split_address(cluster.addresses[0])
     known_hosts = [split_address(a)[0] for a in cluster.addresses if a]
-    hosts = [""]
-    if all(map(is_loopback, known_hosts)):
-        hosts = list(waiting.LOOPBACK) if host == "localhost" else [host]
-    servers: list[socket.socket] = []
-    while not servers:
+    is_open = not all(map(is_loopback, known_hosts))
+    hosts = ["::"] if socket.has_dualstack_ipv6() else ["0.0.0.0"]
+    if not is_open:
+        hosts = ["127.0.0.1", "::1"] if host == "localhost" else [host]
+    name = f"This process cannot be {cluster.name(0)}"
+    while not (targets := _free_targets(name, hosts, port)):
+        job = probe()
+        if job:
+            raise RefusedError(
+                f"{name}: worker 0 of job {quote(job)} waits for its workers "
+                "there. Start worker 0 once for each job. Two jobs need two "
+                "ports (argument `coordinator`, `TF_CONFIG`)."
+            )
+        if time.monotonic() > deadline:
+            raise RefusedError(
+                f"{name}: the port is in use. Is another process of this "
+                "machine worker 0, too, or has an earlier job not ended?"
+            )
+        time.sleep(wait.remaining(waiting.POLL_INTERVAL_S))
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+        server = grpc.server(
+            threads, handlers=[handler], options=[("grpc.so_reuseport", 0)]
+        )
+        for target in targets:
+            server.add_insecure_port(target)
+        server.start()
+        if is_open and not secret:
+            print_line(
+                "the start of this job is not authenticated: any process that "
+                f"reaches port {port} of this host can take part in it. Use "
+                f"trusted networks only, or set {SECRET_VARIABLE} on all "
+                "workers."
+            )
         try:
-            servers = _open_servers(hosts, port)
+            yield
+        finally:
+            server.stop(_END_TIMEOUT_S).wait()
+
+
+def _free_targets(name: str, hosts: Sequence[str], port: int) -> list[str]:
+    """Return gRPC's targets of a port on each host; [] if it is in use.
+
+    Ignore a host that this machine does not have, as "::1" without IPv6.
+    `name` begins the error if no host is left.
+    """
+    targets: list[str] = []
+    errors: list[OSError] = []
+    for host in hosts:
+        is_v6 = ":" in host
+        family = socket.AF_INET6 if is_v6 else socket.AF_INET
+        try:
+            socket.create_server(
+                (host, port), family=family, dualstack_ipv6=host == "::"
+            ).close()
         except OSError as error:
-            cause = error.strerror
             if error.errno == errno.EADDRINUSE:
-                _probe_port(cluster, secret, hosts, port, wait)
-            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                raise RefusedError(
-                    f"This process cannot be {cluster.name(0)}: {cause}. Is "
-                    "another process of this machine worker 0, too, or has an "
-                    "earlier job not ended?"
-                ) from error
-            time.sleep(wait.remaining(waiting.POLL_INTERVAL_S))
-    if not secret and hosts == [""]:
-        print_line(
-            "the start of this job is not authenticated: any process that "
-            f"reaches port {port} of this host can take part in it. Use "
-            f"trusted networks only, or set {SECRET_VARIABLE} on all workers."
-        )
-    with contextlib.ExitStack() as stack:
-        for server in servers:
-            stack.enter_context(server)
-        yield servers
-
-
-def _open_servers(hosts: Sequence[str], port: int) -> list[socket.socket]:
-    """Listen at a port of each host; "" means all interfaces."""
-    has_dual_stack = socket.has_dualstack_ipv6()
-    servers: list[socket.socket] = []
-    try:
-        for host in hosts:
-            is_v6 = ":" in host or (not host and has_dual_stack)
-            try:
-                server = socket.create_server(
-                    (host, port),
-                    family=socket.AF_INET6 if is_v6 else socket.AF_INET,
-                    dualstack_ipv6=has_dual_stack and not host,
-                )
-            except OSError as error:
-                # Without IPv6, listen on "127.0.0.1" only, not on "::1".
-                if servers and error.errno != errno.EADDRINUSE:
-                    continue
-                raise
-            server.settimeout(0)
-            servers.append(server)
-    except OSError:
-        for server in servers:
-            server.close()
-        raise
-    return servers
-
-
-def _probe_port(
-    cluster: Cluster,
-    secret: bytes,
-    hosts: Sequence[str],
-    port: int,
-    wait: Wait,
-) -> None:
-    """Raise a RefusedError if a waiting worker 0 uses the port."""
-    job, seconds = "an unknown job", wait.remaining(waiting.SHORT_TIMEOUT_S)
-    for host in waiting.LOOPBACK if hosts == [""] else hosts:
-        try:
-            sock = socket.create_connection((host, port), seconds)
-        except OSError:
-            continue
-        greeting = Greeting(
-            0, cluster.addresses, cluster.job, make_nonce(), make_nonce(), True
-        )
-        with contextlib.closing(Connection(sock, seconds)) as connection:
-            connection.send(dataclasses.asdict(greeting))
-            answer = connection.receive(seconds) or {}
-            nonce = answer.get("nonce")
-            if not isinstance(nonce, str) or "proof" not in answer:
-                continue
-            session = Session(secret, greeting, nonce)
-            if session.verify(WORKER_0, answer["proof"]):
-                connection.send({"proof": session.prove(PEER)})
-                if secret:
-                    keys = session.key(PEER), session.key(WORKER_0)
-                    connection.enable_mac(*keys)
-                answer = connection.receive(seconds) or {}
-                job = f"job {quote(str(answer.get('waiting') or 'unknown'))}"
-        raise RefusedError(
-            f"This process cannot be {cluster.name(0)}: worker 0 of {job} "
-            "waits for its workers there. Start worker 0 once for each job. "
-            "Two jobs need two ports (argument `coordinator`, `TF_CONFIG`)."
-        )
+                return []
+            errors.append(error)
+        else:
+            targets.append(f"[{host}]:{port}" if is_v6 else f"{host}:{port}")
+    if not targets:
+        raise RefusedError(f"{name}: {errors[0].strerror}") from errors[0]
+    return targets

@@ -5,18 +5,21 @@ and the index of this worker. `rendezvous.py` finds all other addresses. The
 user must give each setting that the launcher does not provide, as an argument
 or in Keras' variables. A process without settings trains alone, unless a
 variable of another launcher says that there are several processes.
+
+To add a launcher, add a row to `LAUNCHERS`, to the cases of
+`tests/cluster/test_launchers.py`, and to the page "Launchers" of the
+documentation.
 """
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 import re
 import socket
 import zlib
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
-from typing_extensions import override
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from tfkfac.cluster.config import MAX_WORKERS, Cluster, split_address
 
@@ -35,232 +38,158 @@ _PORT, _FIRST_JOB_PORT = 61_000, 61_001
 _HAS_PORT = re.compile(r":[^\]]*$")
 
 
+@dataclasses.dataclass(frozen=True)
 class Launcher:
     """A program that starts the workers and sets their environment variables.
 
     Attributes:
         name: Name of the launcher in messages.
-        size_variable: Variable of the number of workers; "" if there is none.
-        index_variable: Variable of the index of the worker.
-        other_variables: Further variables that the launcher always sets.
+        index: Variable of the index of the worker.
+        size: Variable of the number of workers; "" if there is none.
+        address: Function of the environment that returns the address of worker
+            0; None if the launcher does not provide it.
+        others: Further variables that the launcher always sets.
         identity: Variables that together identify the job. Some may be unset.
     """
 
-    name: ClassVar[str]
-    index_variable: ClassVar[str]
-    size_variable: ClassVar[str] = ""
-    other_variables: ClassVar[tuple[str, ...]] = ()
-    identity: ClassVar[tuple[str, ...]] = ()
+    name: str
+    index: str
+    size: str
+    address: Callable[[Environment], str | None]
+    others: tuple[str, ...] = ()
+    identity: tuple[str, ...] = ()
 
-    def __init__(self, environment: Environment) -> None:
-        self.environment = environment
+    def variables(self, environment: Environment) -> dict[str, str] | None:
+        """Return the variables of the launcher; None if one is unset."""
+        names = filter(None, (self.index, self.size, *self.others))
+        values = {name: environment.get(name, "") for name in names}
+        return values if all(values.values()) else None
 
-    def __str__(self) -> str:
-        values = ", ".join(f"{k}={v}" for k, v in self.variables().items())
-        return f"{self.name} ({values})"
-
-    def variables(self) -> dict[str, str]:
-        """Return the variables of the launcher that are set."""
-        names = self.index_variable, self.size_variable, *self.other_variables
-        return {n: v for n in names if (v := self.environment.get(n))}
-
-    def is_active(self) -> bool:
-        """Return True if the launcher has started this process."""
-        return len(self.variables()) == 2 + len(self.other_variables)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings (keys of `KERAS`) that the launcher provides."""
-        get = self.variables().get
-        size, index = get(self.size_variable), get(self.index_variable)
-        values = (self.coordinator(), size, index)
-        return {k: v for k, v in zip(KERAS, values, strict=True) if v}
-
-    def coordinator(self) -> str | None:
-        """Return the address of worker 0, if the launcher provides it."""
-        return None
-
-    def job(self) -> str:
+    def job(self, environment: Environment) -> str:
         """Return the identity of the job; "" if the launcher has none."""
-        values = [self.environment.get(name) for name in self.identity]
-        identity = ".".join(filter(None, values))
+        values = [environment.get(name) for name in self.identity]
+        # The default of `torchrun --rdzv-id`, "none", identifies no job.
+        identity = ".".join(x for x in values if x and x != "none")
         return f"{self.name} {identity}" if identity else ""
 
 
-class Keras(Launcher):
-    """The variables that `keras.distribution.initialize` reads, if set."""
-
-    name = "Keras"
-    addresses_variable, size_variable, index_variable = KERAS.values()
-    other_variables = (addresses_variable,)
-
-    @override
-    def is_active(self) -> bool:
-        return bool(self.variables())
-
-    @override
-    def coordinator(self) -> str | None:
-        return self.environment.get(self.addresses_variable)
+def _master(environment: Environment) -> str:
+    """Return torchrun's address; port + 1 if torchrun listens at the port."""
+    host, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
+    has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if has_store and _is_number(port):
+        port = str(int(port) + 1)
+    return f"{host}:{port}"
 
 
-class Torchrun(Launcher):
-    """PyTorch's launcher, and others that set the same variables."""
+def _first_host(environment: Environment) -> str | None:
+    """Return the first host of an mpirun's allocation, and a port of the job.
 
-    name = "torchrun"
-    size_variable, index_variable = "WORLD_SIZE", "RANK"
-    other_variables = ("MASTER_ADDR", "MASTER_PORT")
-    identity = ("TORCHELASTIC_RUN_ID",)
-
-    @override
-    def coordinator(self) -> str:
-        """Return the master's address; port + 1 if torchrun occupies port."""
-        host, port = (self.environment[name] for name in self.other_variables)
-        has_store = self.environment.get("TORCHELASTIC_USE_AGENT_STORE")
-        if has_store == "True" and _is_number(port):
-            port = str(int(port) + 1)
-        return f"{host}:{port}"
-
-    @override
-    def job(self) -> str:
-        # The default of `torchrun --rdzv-id`, "none", identifies no job.
-        run_id = self.environment.get(*self.identity, "none")
-        return "" if run_id == "none" else super().job()
-
-
-class MPI(Launcher):
-    """An mpirun, perhaps in an allocation of Slurm, PBS or LSF."""
-
-    allocation = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX")
-    host_variables = ("LSB_MCPU_HOSTS", "LSB_HOSTS")
-    host_files = ("LSB_DJOB_HOSTFILE", "PBS_NODEFILE")
-
-    @override
-    def coordinator(self) -> str | None:
-        """Return the first host of the allocation, and a port of the job."""
-        get = self.environment.get
-        if "JSM_NAMESPACE_SIZE" in self.environment:
-            return None  # jsrun starts no worker on the first host
-        hosts = [first_node(get("SLURM_JOB_NODELIST", ""))]
-        hosts += " ".join(get(x, "") for x in self.host_variables).split()
-        for name in self.host_files:
-            # PBS has the file on the first host only.
-            with contextlib.suppress(OSError):
-                hosts += pathlib.Path(get(name, "")).read_text().split()
-        job = "".join(get(name, "") for name in self.allocation)
-        port = _port(zlib.crc32(job.encode())) if job else _PORT
-        return next((f"{host}:{port}" for host in hosts if host), None)
-
-
-class OpenMPI(MPI):
-    """Open MPI's mpirun."""
-
-    name = "Open MPI"
-    size_variable = "OMPI_COMM_WORLD_SIZE"
-    index_variable = "OMPI_COMM_WORLD_RANK"
-    identity = ("PMIX_NAMESPACE",)
-
-
-class SageMaker(OpenMPI):
-    """Training jobs of Amazon SageMaker: Open MPI, or one worker on each host.
-
-    `SM_HOSTS` is a JSON list. Its first host has rank 0 of Open MPI. `mpirun`
-    copies the variables of this host to all ranks, so `SM_CURRENT_HOST` is the
-    same in all of them.
+    The allocation is one of Slurm, PBS or LSF.
     """
-
-    name = "SageMaker"
-    other_variables = ("SM_HOSTS", "SM_CURRENT_HOST")
-
-    @override
-    def is_active(self) -> bool:
-        return self.variables().keys() >= set(self.other_variables)
-
-    @override
-    def settings(self) -> dict[str, Any]:
-        hosts = self._hosts()
-        index = hosts.index(self.environment["SM_CURRENT_HOST"])
-        by_host = {"num_processes": len(hosts), "process_id": index}
-        return by_host | super().settings()
-
-    @override
-    def coordinator(self) -> str:
-        return self._hosts()[0]
-
-    def _hosts(self) -> list[str]:
-        """Return the hosts that `SM_HOSTS` lists."""
-        try:
-            hosts: list[str] = json.loads(self.environment["SM_HOSTS"])
-        except json.JSONDecodeError:
-            hosts = []
-        current = self.environment["SM_CURRENT_HOST"]
-        if not isinstance(hosts, list) or current not in hosts:
-            raise ValueError(
-                "`SM_HOSTS` must be a JSON list that contains "
-                f"`SM_CURRENT_HOST`. Received: {self}"
-            )
-        return hosts
+    get = environment.get
+    if "JSM_NAMESPACE_SIZE" in environment:
+        return None  # jsrun starts no worker on the first host
+    hosts = [first_node(get("SLURM_JOB_NODELIST", ""))]
+    for name in ("LSB_MCPU_HOSTS", "LSB_HOSTS"):
+        hosts += get(name, "").split()
+    for name in ("LSB_DJOB_HOSTFILE", "PBS_NODEFILE"):
+        # PBS has the file on the first host only.
+        with contextlib.suppress(OSError):
+            hosts += pathlib.Path(get(name, "")).read_text().split()
+    job = "".join(get(name, "") for name in _ALLOCATION)
+    port = _job_port(zlib.crc32(job.encode())) if job else _PORT
+    return next((f"{host}:{port}" for host in hosts if host), None)
 
 
-class Slurm(Launcher):
-    """Slurm's srun. A batch script that runs without srun is no worker."""
-
-    name = "Slurm"
-    size_variable, index_variable = "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"
-    other_variables = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID")
-    identity = other_variables[1:]
-
-    @override
-    def is_active(self) -> bool:
-        # MPICH's mpirun starts one Slurm task on each node, which starts its
-        # workers. If the numbers of tasks and workers differ, use MPICH.
-        tasks = self.environment.get(self.size_variable)
-        workers = self.environment.get(MPICH.size_variable, tasks)
-        return super().is_active() and tasks == workers
-
-    @override
-    def coordinator(self) -> str | None:
-        """Return `host:port`: first node, port from the Slurm job and step."""
-        nodes, job, step = (
-            self.environment[name] for name in self.other_variables
-        )
-        if not (_is_number(job) and _is_number(step)):
-            return None
-        return f"{first_node(nodes)}:{_port(int(job), int(step))}"
+def _first_node_of_step(environment: Environment) -> str | None:
+    """Return Slurm's first node; the port follows from the job and step."""
+    job, step = environment["SLURM_JOB_ID"], environment["SLURM_STEP_ID"]
+    if not (_is_number(job) and _is_number(step)):
+        return None
+    port = _job_port(13 * int(job) + int(step))
+    return f"{first_node(environment['SLURM_STEP_NODELIST'])}:{port}"
 
 
-def _port(job: int, step: int = 0) -> int:
-    """Return the port of worker 0 of a scheduler's job and step."""
-    return _FIRST_JOB_PORT + (13 * job + step) % (2**16 - _FIRST_JOB_PORT)
+def _first_pod(environment: Environment) -> str | None:
+    """Return the name of the pod with index 0 in the headless service."""
+    host, _, service = socket.getfqdn().partition(".")
+    job, _, index = host.rpartition("-")
+    is_pod = service and index == environment["JOB_COMPLETION_INDEX"]
+    return f"{job}-0.{service}" if is_pod else None
 
 
-class MPICH(MPI):
-    """MPICH's mpirun and others with the Process Management Interface."""
-
-    name = "MPICH"
-    size_variable, index_variable = "PMI_SIZE", "PMI_RANK"
-    identity = MPI.allocation  # MPICH has no job id of its own
+def _job_port(number: int) -> int:
+    """Return the port of worker 0 of a scheduler's job."""
+    return _FIRST_JOB_PORT + number % (2**16 - _FIRST_JOB_PORT)
 
 
-class Kubernetes(Launcher):
-    """Indexed Job or JobSet, which does not provide the number of workers."""
-
-    name, index_variable = "Kubernetes", "JOB_COMPLETION_INDEX"
-
-    @override
-    def is_active(self) -> bool:
-        return self.index_variable in self.variables()
-
-    @override
-    def coordinator(self) -> str | None:
-        """Return the name of the pod with index 0 in the headless service."""
-        host, _, service = socket.getfqdn().partition(".")
-        job, _, index = host.rpartition("-")
-        is_pod = service and index == self.environment[self.index_variable]
-        return f"{job}-0.{service}" if is_pod else None
-
-
+# Variables of SageMaker's hosts. The last three are computed by `_add_hosts`.
+# `mpirun` copies the variables of the first host to all ranks, so its
+# `SM_CURRENT_HOST` is the same in all of them.
+_HOSTS, _CURRENT = "SM_HOSTS", "SM_CURRENT_HOST"
+_HOST_INDEX, _NUM_HOSTS = "index of SM_CURRENT_HOST", "length of SM_HOSTS"
+_FIRST_HOST = "first of SM_HOSTS"
+_ALLOCATION = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX")
+_RANK, _SIZE = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
+_SLURM_SIZE, _PMI_SIZE = "SLURM_STEP_NUM_TASKS", "PMI_SIZE"
 # The first active launcher is used, so the inner of two nested launchers comes
 # first: torchrun may run in a Slurm step.
-LAUNCHERS = (Torchrun, SageMaker, OpenMPI, Slurm, MPICH, Kubernetes)
+# fmt: off
+LAUNCHERS = (
+    Launcher("torchrun", "RANK", "WORLD_SIZE", _master,
+             ("MASTER_ADDR", "MASTER_PORT"), ("TORCHELASTIC_RUN_ID",)),
+    Launcher("SageMaker", _RANK, _SIZE, lambda e: e[_FIRST_HOST],
+             (_HOSTS, _CURRENT), ("PMIX_NAMESPACE",)),
+    Launcher("SageMaker", _HOST_INDEX, _NUM_HOSTS, lambda e: e[_FIRST_HOST],
+             (_HOSTS, _CURRENT)),
+    Launcher("Open MPI", _RANK, _SIZE, _first_host, (), ("PMIX_NAMESPACE",)),
+    Launcher("Slurm", "SLURM_PROCID", _SLURM_SIZE, _first_node_of_step,
+             ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+             ("SLURM_JOB_ID", "SLURM_STEP_ID")),
+    Launcher("MPICH", "PMI_RANK", _PMI_SIZE, _first_host, (), _ALLOCATION),
+    # An Indexed Job or JobSet does not provide the number of workers.
+    Launcher("Kubernetes", "JOB_COMPLETION_INDEX", "", _first_pod),
+)
+# fmt: on
+
+
+def _add_hosts(environment: Environment) -> Environment:
+    """Add the variables that follow from SageMaker's list of hosts."""
+    if not (environment.get(_HOSTS) and environment.get(_CURRENT)):
+        return environment
+    try:
+        hosts = json.loads(environment[_HOSTS])
+        index = list(hosts).index(environment[_CURRENT])
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"`{_HOSTS}` must be a JSON list that contains `{_CURRENT}`. "
+            f"Received: {_HOSTS}={environment[_HOSTS]}, "
+            f"{_CURRENT}={environment[_CURRENT]}"
+        ) from None
+    return {
+        **environment,
+        _FIRST_HOST: hosts[0],
+        _HOST_INDEX: str(index),
+        _NUM_HOSTS: str(len(hosts)),
+    }
+
+
+def _find_launcher(environment: Environment) -> Launcher | None:
+    """Return the launcher that has started this process."""
+    for launcher in LAUNCHERS:
+        if launcher.variables(environment) is None:
+            continue
+        # MPICH's mpirun starts one Slurm task on each node, which starts its
+        # workers. If the numbers of tasks and workers differ, use MPICH.
+        tasks = environment.get(_SLURM_SIZE)
+        if launcher.name == "Slurm" and environment.get(
+            _PMI_SIZE, tasks
+        ) not in ("", tasks):
+            continue
+        return launcher
+    return None
+
 
 # Numbers of processes that other launchers set. Numbers of an allocation, such
 # as `SLURM_NTASKS`, are not among them: its script is a single process.
@@ -290,30 +219,49 @@ def find_cluster(
     Each of the three settings is taken from the arguments, else from Keras'
     variables, else from the first active launcher. Unknown addresses are "".
     """
-    keras = Keras(environment)
-    launchers = (launcher(environment) for launcher in LAUNCHERS)
-    launcher = next((x for x in launchers if x.is_active()), None)
-    settings, sources, job = dict(arguments), [], ""
-    if settings:
-        argument_text = ", ".join(f"{k}={v}" for k, v in settings.items())
-        sources.append(f"arguments ({argument_text})")
-    for source in (keras, launcher):
-        if len(settings) < 3 and source is not None and source.is_active():
-            settings = source.settings() | settings
-            sources.append(str(source))
-            job = source.job()
+    environment = _add_hosts(environment)
+    launcher = _find_launcher(environment)
+    keras = {k: v for k, v in KERAS.items() if environment.get(v)}
+    settings, job = dict(arguments), ""
+    sources = []
+    if arguments:
+        texts = (f"{name}={value}" for name, value in arguments.items())
+        sources.append(f"arguments ({', '.join(texts)})")
+    if keras and len(settings) < len(KERAS):
+        values = {name: environment[v] for name, v in keras.items()}
+        settings = values | settings
+        sources.append(_describe("Keras", keras.values(), environment))
+    if launcher is not None and len(settings) < len(KERAS):
+        variables = launcher.variables(environment) or {}
+        provided = {
+            "coordinator": launcher.address(environment),
+            "num_processes": variables.get(launcher.size),
+            "process_id": variables.get(launcher.index),
+        }
+        settings = {k: v for k, v in provided.items() if v} | settings
+        sources.append(_describe(launcher.name, variables, environment))
+        job = launcher.job(environment)
     origin = " and ".join(sources)
     cluster = None
-    if origin == str(launcher) and "num_processes" not in settings:
-        origin = f"{origin} without {keras.size_variable}"
-    elif sources:
-        cluster = _make_cluster(settings, origin, job)
+    if not arguments and not keras and "num_processes" not in settings:
+        if launcher is not None:
+            origin = f"{origin} without {KERAS['num_processes']}"
+        else:
+            is_batch = "SLURM_JOB_ID" in environment
+            origin = "Slurm without srun" if is_batch else "no launcher"
     else:
-        is_batch = Slurm.other_variables[1] in environment
-        origin = "Slurm without srun" if is_batch else "no launcher"
-    if cluster is None and not arguments and not keras.is_active():
+        cluster = _make_cluster(settings, origin, job)
+    if cluster is None and not arguments and not keras:
         _refuse_other_launchers(environment, launcher)
     return cluster, origin
+
+
+def _describe(
+    name: str, variables: Iterable[str], environment: Environment
+) -> str:
+    """Return the name of a source and its variables."""
+    values = ", ".join(f"{v}={environment[v]}" for v in variables)
+    return f"{name} ({values})"
 
 
 def _refuse_other_launchers(
@@ -325,8 +273,8 @@ def _refuse_other_launchers(
     """
     minima = dict.fromkeys(_OTHER_SIZES, 1)
     # An outer launcher may have set variables of the second table.
-    if launcher is None or not launcher.size_variable:
-        minima |= dict.fromkeys((x.size_variable for x in LAUNCHERS), 1)
+    if launcher is None or not launcher.size:
+        minima |= dict.fromkeys((x.size for x in LAUNCHERS), 1)
         minima |= dict.fromkeys(_OTHER_INDICES, 0)
     for name, minimum in minima.items():
         value = environment.get(name, "")

@@ -1,34 +1,28 @@
 """Stop all workers after the same batch when any worker requests a stop.
 
 There is no collective, and no worker waits before a request. After a request
-each worker announces, in the channel's thread, the batch after which it will
-wait. All workers stop after the largest announced batch.
+each worker announces, in the thread that receives events, the batch after which
+it will wait. All workers stop after the largest announced batch.
 """
 
 import threading
 
 from typing_extensions import override
 
-from tfkfac.cluster.channel import (
-    PEER_EXITED,
-    PEER_LOST,
-    Channel,
-    Listener,
-    Message,
-)
+from tfkfac.cluster.events import EXITED, LOST, Event, EventLog, Listener
 
 
 class Stopping(Listener):
     """Agreement on the batch after which all workers stop.
 
     Batches are counted from the start of the process. All workers must count
-    the same batches. The channel is None if there is one worker.
+    the same batches. The log is None if there is one worker.
     """
 
-    def __init__(self, channel: Channel | None = None) -> None:
-        self._channel = channel
-        self._workers = set(range(1 if channel is None else channel.size))
-        # Reentrant: `broadcast` calls `on_message` in the same thread.
+    def __init__(self, log: EventLog | None = None) -> None:
+        self._log = log
+        self._workers = set(range(1 if log is None else log.size))
+        # Reentrant: with one worker, `_post` calls `on_event`.
         self._changed = threading.Condition()
         self._num_batches = 0
         self._local_stop: int | None = None
@@ -38,13 +32,13 @@ class Stopping(Listener):
     def request(self) -> None:
         """Request a stop of all workers."""
         if self._local_stop is None:
-            self._broadcast({"stop": True})
+            self._post({"stop": True})
 
-    def _broadcast(self, message: Message) -> None:
-        if self._channel is None:
-            self.on_message(0, message)
+    def _post(self, event: Event) -> None:
+        if self._log is None:
+            self.on_event(0, event)
         else:
-            self._channel.broadcast(message)
+            self._log.post(event)
 
     def end_batch(self) -> bool:
         """Count a batch; return True if training must stop after it.
@@ -71,13 +65,13 @@ class Stopping(Listener):
             return is_last
 
     @override
-    def on_message(self, sender: int, message: Message) -> None:
+    def on_event(self, sender: int, event: Event) -> None:
         with self._changed:
-            if "stop" in message and self._local_stop is None:
+            if "stop" in event and self._local_stop is None:
                 self._local_stop = self._num_batches + 1
-                self._broadcast({"stops after": self._local_stop})
-            elif type(message.get("stops after")) is int:
-                self._stops[sender] = message["stops after"]
-            elif message in (PEER_LOST, PEER_EXITED):
+                self._post({"stops after": self._local_stop})
+            elif "stops after" in event:
+                self._stops[sender] = event["stops after"]
+            elif event == EXITED or LOST in event:
                 self._peer_has_ended = True
             self._changed.notify_all()

@@ -1,18 +1,19 @@
 """`MultiWorkerMirroredStrategy` that works with Keras 3."""
 
+import contextlib
 import copy
 import functools
 import os
 import signal
+import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.checks import is_number
-from tfkfac.cluster.channel import Channel, Connection
 from tfkfac.cluster.config import (
     EVALUATOR,
     Cluster,
@@ -20,11 +21,13 @@ from tfkfac.cluster.config import (
     read_tf_config,
     split_address,
 )
+from tfkfac.cluster.events import EventLog
 from tfkfac.cluster.launchers import KERAS, find_cluster
 from tfkfac.cluster.rendezvous import wait_for_all
 from tfkfac.cluster.stopping import Stopping
 from tfkfac.cluster.waiting import print_line
 from tfkfac.cluster.watch import StallDetector, Watch
+from tfkfac.compat import coordination
 from tfkfac.compat.data import global_seed
 from tfkfac.compat.strategies import (
     call_unconverted,
@@ -34,6 +37,8 @@ from tfkfac.compat.strategies import (
 
 Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 Options: TypeAlias = tf.distribute.experimental.CommunicationOptions
+
+_REMINDER_S = 20.0  # until the start of TensorFlow is reported as late
 
 
 class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -86,10 +91,11 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             it.
         ValueError: If `TF_CONFIG` or the resolver is malformed or has
             parameter servers; if the launcher does not provide all settings;
-            if a variable of another launcher counts several processes; or if
+            if a variable of another launcher counts several processes; if
             worker 0 refuses this process, because it has other workers,
             another job or secret (environment variable `TFKFAC_SECRET`), or
-            the index of another process.
+            the index of another process; or if this process has created a
+            strategy of several workers before.
 
     Example:
     ```python
@@ -107,6 +113,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     ```
     """
 
+    _is_created = False  # a strategy of several workers, in this process
     # None if there is one worker.
     watch: Watch | None = None
     stopping: Stopping | None = None
@@ -130,9 +137,16 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         )
         settings = {name: value for name, value in values if value is not None}
         cluster, resolver = _find_cluster(cluster_resolver, settings)
-        connections: dict[int, Connection] = {}
+        size = 1 if cluster is None else len(cluster.addresses)
+        if size > 1 and MultiWorkerMirroredStrategy._is_created:
+            raise ValueError(
+                "A process can create one `MultiWorkerMirroredStrategy` of "
+                "several workers: TensorFlow's collectives would fail with "
+                "another one. Use the first strategy again, or restart all "
+                "processes."
+            )
         if cluster is not None:
-            cluster, connections, seed = wait_for_all(cluster, start_timeout)
+            cluster, seed = wait_for_all(cluster, start_timeout)
             if seed is not None and global_seed() is None:
                 # With a common seed all workers shuffle in the same order.
                 tf.random.set_seed(seed)
@@ -146,17 +160,18 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 )
                 _share_gpus(cluster)
             _bypass_proxy(cluster)
-        with keep_handler(signal.SIGTERM):
+            coordination.configure(resolver.cluster_spec())
+        with keep_handler(signal.SIGTERM), _reminder(size):
             super().__init__(resolver, communication_options)
             repair(self)
-        if cluster is not None and connections:
-            size = len(cluster.addresses)
+        if cluster is not None and size > 1:
+            MultiWorkerMirroredStrategy._is_created = True
             names = [cluster.name(index) for index in range(size)]
-            channel = Channel(cluster.index, size, connections)
-            self.watch = Watch(cluster, channel)
-            self.stopping = Stopping(channel)
-            self.stall_detector = StallDetector(names, channel)
-            channel.start(self.watch, self.stopping, self.stall_detector)
+            log = EventLog(cluster.index, size)
+            self.watch = Watch(cluster, log)
+            self.stopping = Stopping(log)
+            self.stall_detector = StallDetector(names, log)
+            log.start(self.watch, self.stopping, self.stall_detector)
 
     @override
     @call_unconverted
@@ -184,6 +199,26 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if self.watch is not None:
             self.watch.has_started = True
         return super().run(fn, args, kwargs, options)
+
+
+@contextlib.contextmanager
+def _reminder(size: int) -> Iterator[None]:
+    """Print a line if TensorFlow's start takes long: it has no time limit."""
+    timer = threading.Timer(
+        _REMINDER_S,
+        print_line,
+        [
+            f"all {size} workers have joined, but TensorFlow has not started "
+            f"after {_REMINDER_S:g} s: another worker may have failed since."
+        ],
+    )
+    timer.daemon = True
+    if size > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _find_cluster(

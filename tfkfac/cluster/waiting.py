@@ -1,25 +1,22 @@
 """Timeouts, reminders and printed messages of the rendezvous."""
 
+import contextlib
 import ipaddress
 import sys
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tfkfac.cluster.channel import Connection
 from tfkfac.cluster.config import Cluster
 
 POLL_INTERVAL_S = 0.1
-# Timeout of sending a message, of the answer to a probe, of name resolution.
-SHORT_TIMEOUT_S = 1.0
-# Timeout of a handshake, time in which an earlier job must free the port, and
+# Timeout of a request, time in which an earlier job must free the port, and
 # delay of the first reminder.
 TIMEOUT_S = 5.0
 # Maximum number of workers and of dropped processes named in a message, and of
 # characters quoted from a peer.
 MAX_NAMED, _MAX_DROPPED, _MAX_QUOTE_CHARS = 10, 5, 80
 _MAX_REASON_CHARS = 10_000  # of the reason for which worker 0 refuses a worker
-LOOPBACK = ("127.0.0.1", "::1")
 
 
 class RefusedError(ValueError):
@@ -30,15 +27,23 @@ class Rendezvous(NamedTuple):
     """Result of the rendezvous of all workers.
 
     Attributes:
-        connections: Open connections by worker index: to all other workers on
-            worker 0, to worker 0 on each other worker.
+        cluster: The cluster with the addresses of all workers.
         seed: Random integer in [0, 2^31), equal on all workers; None if there
             is one worker.
     """
 
     cluster: Cluster
-    connections: dict[int, Connection]
     seed: int | None
+
+
+def request_interval_s(size: int) -> float:
+    """Return the time between two requests of a worker, by the job's size."""
+    return min(POLL_INTERVAL_S + size / 256, 2.0)
+
+
+def lease_s(size: int) -> float:
+    """Return the time without a request after which a worker is dropped."""
+    return 2.0 + 3 * request_interval_s(size)
 
 
 class Wait:
@@ -99,8 +104,9 @@ class Wait:
 
 
 def print_line(text: str) -> None:
-    """Print one line on stderr, with the prefix "tfkfac: "."""
-    print(f"tfkfac: {text}", file=sys.stderr, flush=True)
+    """Print one line on stderr, with the prefix "tfkfac: ", if it is open."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"tfkfac: {text}", file=sys.stderr, flush=True)
 
 
 def quote(text: bytes | str) -> str:

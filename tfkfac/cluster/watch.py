@@ -1,7 +1,7 @@
 """Detect within seconds that another worker has failed, exited or stalled.
 
-A failing worker broadcasts its error; the end of a connection shows that a
-worker was killed. The other workers may be waiting in a collective, which
+A failing worker posts its error; TensorFlow's heartbeats show that a worker was
+killed or is suspended. The other workers may be waiting in a collective, which
 TensorFlow ends late or never. `Watch` aborts such collectives.
 
 If no step ends for a minute, for example because a worker waits for its data,
@@ -16,38 +16,41 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from types import NoneType, TracebackType
+from types import TracebackType
 
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.cluster.channel import (
-    PEER_EXITED,
-    PEER_LOST,
-    Channel,
-    Listener,
-    Message,
-)
-from tfkfac.cluster.config import Cluster
+from tfkfac.cluster.config import Cluster, split_address
+from tfkfac.cluster.events import EXITED, LOST, Event, EventLog, Listener
 from tfkfac.cluster.waiting import print_line
-from tfkfac.compat.strategies import (
-    abort_collectives,
-    local_devices,
-    silent_workers,
-)
+from tfkfac.compat.coordination import HEARTBEAT_TIMEOUT_S, abort_collectives
+from tfkfac.compat.strategies import local_devices
 
-# Time for this worker to raise the same error by itself, for example for wrong
-# arguments, and for the cause of a failed collective to arrive.
-_GRACE_PERIOD_S = 3.0
+# Time until this worker aborts its collectives after another one has failed.
+_GRACE_PERIOD_S = 0.2
+# The same before the first step of a `fit`, and after a normal exit: this
+# worker may raise the same error by itself, for wrong arguments, or exit too.
+_LONG_GRACE_PERIOD_S = 3.0
+# Time for the cause of a failed collective to arrive.
+_CAUSE_TIMEOUT_S = HEARTBEAT_TIMEOUT_S + 3.0
+_PROBE_TIMEOUT_S, _PROBE_INTERVAL_S = 1.0, 0.5
+_MAX_PROBES = 2  # of workers that are lost at the same time
 _MAX_CAUSE_CHARS = 2000
 _STALL_TIMEOUT_S = 60.0  # time without a step until worker 0 asks why
 _ANSWER_TIMEOUT_S = 2.0
 # Files of Python's library in which idle threads wait; not reported.
 _IDLE_FILES = {"threading.py", "selectors.py", "queue.py", "thread.py"}
+_IDLE_FILES |= {"events.py", "coordination.py"}  # threads of `EventLog`
+# Text of the error of a collective, or of TensorFlow's coordination service.
+_COLLECTIVE_TEXT = re.compile(
+    "[Cc]ollective|Additional GRPC error|CoordinationService"
+)
 # Lines of TensorFlow's messages that give a code location, not the error.
 _TRACE_LINE = re.compile(r"\s|<|Graph execution error|Detected at|Traceback|$")
 
@@ -63,7 +66,7 @@ class _PeerEvent:
     Attributes:
         fit: Number of the `fit` that has failed; None if the process ended.
         is_fault: True unless the process has exited normally.
-        is_loss: True if the connection ended without notice.
+        is_loss: True if the process ended or stalled without notice.
     """
 
     text: str
@@ -76,19 +79,20 @@ class _PeerEvent:
 class Watch(Listener):
     """Abort the collectives of this worker when another worker ends.
 
-    If a worker is killed before the first step of this process, also send
+    If a worker is lost before the first step of this process, also send
     SIGTERM to this process. Otherwise, while it loads data or traces its model,
     it would detect the loss only in its first collective.
     """
 
-    def __init__(self, cluster: Cluster, channel: Channel) -> None:
+    def __init__(self, cluster: Cluster, log: EventLog) -> None:
         self._cluster = cluster
-        self._channel = channel
+        self._log = log
         self._peer_events: list[_PeerEvent] = []
         self._changed = threading.Condition()
         self._cause: str | None = None
         self._terminate_at: float | None = None  # when to send SIGTERM
         self.has_started = False
+        self.has_stepped = False  # a step of the current `fit` has ended
         self._num_fits = 0
         self._fit_start: float | None = None  # None outside of `fit`
         self._previous_hook, sys.excepthook = sys.excepthook, self._excepthook
@@ -101,30 +105,35 @@ class Watch(Listener):
             yield
             return
         self.has_started = True
-        self._num_fits += 1
+        # Another thread must not take this `fit` for ended.
         self._fit_start = time.monotonic()
+        self._num_fits += 1
+        self.has_stepped = False
         try:
             yield
         except SystemExit:
             raise
         except BaseException as error:
-            cause = self._explain(error)
-            if cause is not None:
+            if (cause := self._explain(error)) is not None:
                 # Hide TensorFlow's error: its graph location is of no help.
                 raise WorkerFailedError(cause) from None
-            self.report_failure(error, self._num_fits)
+            self._report_failure(error, self._num_fits)
             raise
         finally:
             self._fit_start = None
 
-    def report_failure(
-        self, error: BaseException, fit: int | None = None
-    ) -> None:
-        """Broadcast an error of this worker, or the workers that caused it."""
-        if workers := silent_workers(error):
-            self._channel.broadcast({"silent": workers})
-        elif not isinstance(error, WorkerFailedError):
-            self._channel.broadcast({"failed": describe(error), "fit": fit})
+    def _explain(self, error: BaseException) -> str | None:
+        """Wait for the cause of a failed collective; None for other errors."""
+        if not isinstance(
+            error, tf.errors.OpError
+        ) or not _COLLECTIVE_TEXT.search(error.message):
+            return None
+        with self._changed:
+            return self._changed.wait_for(self._find_cause, _CAUSE_TIMEOUT_S)
+
+    def _report_failure(self, error: BaseException, fit: int | None) -> None:
+        if not isinstance(error, WorkerFailedError):
+            self._log.post({"failed": describe(error), "fit": fit})
 
     def _excepthook(
         self,
@@ -132,79 +141,54 @@ class Watch(Listener):
         error: BaseException,
         trace: TracebackType | None,
     ) -> None:
-        """Broadcast an uncaught exception, then call the previous hook."""
-        self.report_failure(error)
+        """Post or explain an uncaught exception, then call the last hook."""
+        if (cause := self._explain(error)) is not None:
+            print_line(cause)
+        else:
+            self._report_failure(error, None)
         self._previous_hook(error_type, error, trace)
-
-    def _explain(self, error: BaseException) -> str | None:
-        """Return the cause of a failed collective; None for other errors."""
-        if not isinstance(error, _COLLECTIVE_ERRORS):
-            return None
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._cause or self._peer_events, _GRACE_PERIOD_S
-            )
-            texts = (event.text for event in self._peer_events)
-            if cause := self._cause or next(texts, None):
-                return cause
-        if not (workers := silent_workers(error)):
-            return None
-        self.report_failure(error)  # to workers that wait in no collective
-        return self._silence_of(workers)
-
-    def _silence_of(self, workers: Sequence[int]) -> str:
-        """Return the text of an event: workers that do not answer."""
-        names = " and ".join(map(self._cluster.name, workers))
-        return (
-            f"{names} stopped answering: the process is suspended, or its "
-            "machine or the network is down."
-        )
 
     # ---------------------------------------------- failures of other workers
     @override
-    def on_message(self, sender: int, message: Message) -> None:
-        fit = message.get("fit")
-        if sender == self._channel.index or type(fit) not in (int, NoneType):
+    def on_event(self, sender: int, event: Event) -> None:
+        name, fit = self._cluster.name(sender), event.get("fit")
+        if LOST in event:
+            text = self._describe_loss(event[LOST])
+        elif sender == self._log.index:
             return
-        name, now = self._cluster.name(sender), time.monotonic()
-        if "failed" in message:
-            text = f"{name} has failed: {message['failed']}"
-        elif "silent" in message:
-            text = self._silence_of(message["silent"])
-        elif message == PEER_LOST:
-            text = (
-                f"{name} is gone without a word: it was killed, or its machine "
-                "or the network is down."
-            )
-        elif message == PEER_EXITED:
+        elif "failed" in event:
+            text = f"{name} has failed: {event['failed']}"
+        elif event == EXITED:
             text = f"{name} has ended."
         else:
             return
-        is_fault, is_loss = message != PEER_EXITED, message == PEER_LOST
+        is_loss, now = LOST in event, time.monotonic()
         with self._changed:
-            event = _PeerEvent(text, fit, is_fault, is_loss, now)
-            self._peer_events.append(event)
+            self._peer_events.append(
+                _PeerEvent(text, fit, event != EXITED, is_loss, now)
+            )
             self._changed.notify_all()
+        if event != EXITED:
+            self._log.tick_after(_GRACE_PERIOD_S)
 
     @override
     def on_tick(self) -> None:
         """Abort the collectives of this worker if an event is due."""
+        if self._cause is not None:
+            self._terminate()
+            return
         with self._changed:
-            if self._cause is not None:
-                self._terminate()
+            cause = self._find_cause()
+            due_event = next(filter(self._is_due, self._peer_events), None)
+            if cause is None or due_event is None:
                 return
-            events = [e for e in self._peer_events if not self._is_past(e)]
-            self._peer_events = events
-            due_event = next((e for e in events if self._is_due(e)), None)
-            if due_event is None:
-                return
-            # A later event may be a consequence of the first one.
-            self._cause = events[0].text
+            # The due event may be a consequence of the first one.
+            self._cause = cause
             if due_event.is_loss and not self.has_started:
-                self._terminate_at = time.monotonic() + _GRACE_PERIOD_S
+                self._terminate_at = time.monotonic() + _LONG_GRACE_PERIOD_S
+        abort_collectives(cause)
         if due_event.is_fault:
-            print_line(self._cause)
-        abort_collectives(self._cause)
+            print_line(cause)
 
     def _terminate(self) -> None:
         """Send SIGTERM to this process if no step starts in the grace period.
@@ -221,33 +205,67 @@ class Watch(Listener):
                 # which runs Python's handlers.
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def _is_past(self, event: _PeerEvent) -> bool:
-        """Return True if this worker's `fit` number `event.fit` has ended."""
+    def _find_cause(self) -> str | None:
+        """Return the text of the first event of this or a later `fit`.
+
+        Remove the events of the fits of this worker that have ended.
+        """
         num_ended = self._num_fits - (self._fit_start is not None)
-        return event.fit is not None and num_ended >= event.fit
+        self._peer_events = [
+            event
+            for event in self._peer_events
+            if event.fit is None or event.fit > num_ended
+        ]
+        texts = (event.text for event in self._peer_events)
+        return self._cause or next(texts, None)
+
+    def _describe_loss(self, workers: Sequence[int]) -> str:
+        """Return the text of an event: workers that send no heartbeats."""
+        if self._log.index in workers:
+            return (
+                "This process stood still for more than "
+                f"{HEARTBEAT_TIMEOUT_S:g} s, so the other workers have ended."
+            )
+        texts = [
+            f"{self._cluster.name(i)} {_diagnose(self._cluster.addresses[i])}."
+            for i in workers[:_MAX_PROBES]
+        ]
+        if others := workers[_MAX_PROBES:]:
+            texts.append(f"{len(others)} others stopped answering, too.")
+        return " ".join(texts)
 
     def _is_due(self, event: _PeerEvent) -> bool:
         """Return True if this worker must abort its collectives now.
 
         The grace period starts at the event, or at the `fit` of the event.
         """
-        grace_start = event.time_s
+        start, is_long = event.time_s, not event.is_fault
         if event.fit is not None:
             if self._fit_start is None:  # not yet in the `fit` of the event
                 return False
-            grace_start = max(grace_start, self._fit_start)
-        return time.monotonic() > grace_start + _GRACE_PERIOD_S
+            start = max(start, self._fit_start)
+            is_long |= not self.has_stepped
+        period = _LONG_GRACE_PERIOD_S if is_long else _GRACE_PERIOD_S
+        return time.monotonic() >= start + period
 
 
-# TensorFlow raises one of these errors if a collective fails or is aborted.
-_COLLECTIVE_ERRORS = (
-    tf.errors.AbortedError,
-    tf.errors.CancelledError,
-    tf.errors.DeadlineExceededError,
-    tf.errors.FailedPreconditionError,
-    tf.errors.InternalError,
-    tf.errors.UnavailableError,
-)
+def _diagnose(address: str) -> str:
+    """Return why a worker sends no heartbeats, by connecting to its port.
+
+    The system of a suspended process accepts connections; that of an ended
+    process refuses them, but not at once.
+    """
+    try:
+        for _ in range(2):
+            socket.create_connection(
+                split_address(address), _PROBE_TIMEOUT_S
+            ).close()
+            time.sleep(_PROBE_INTERVAL_S)
+    except ConnectionRefusedError:
+        return "is gone without a word: it was killed"
+    except (OSError, UnicodeError):
+        return "is gone without a word: its machine or the network is down"
+    return "stopped answering: the process is suspended, or the network is down"
 
 
 def describe(error: BaseException) -> str:
@@ -263,9 +281,9 @@ def describe(error: BaseException) -> str:
 class StallDetector(Listener):
     """Print the current functions of all workers if no step ends for 60 s."""
 
-    def __init__(self, names: Sequence[str], channel: Channel) -> None:
+    def __init__(self, names: Sequence[str], log: EventLog) -> None:
         self._names = names
-        self._channel = channel
+        self._log = log
         self._last_step: float | None = None  # None outside of training
         self._timeout_s = _STALL_TIMEOUT_S
         self._query_time: float | None = None
@@ -281,7 +299,7 @@ class StallDetector(Listener):
             self._last_step = None
 
     def record_step(self) -> None:
-        """Record the end of a step."""
+        """Record the start of training or the end of a step."""
         self._last_step = time.monotonic()
         self._timeout_s = _STALL_TIMEOUT_S
 
@@ -295,17 +313,17 @@ class StallDetector(Listener):
                 self._print_locations()
             return
         is_late = last_step is not None and now > last_step + self._timeout_s
-        if is_late and self._channel.index == 0:
+        if is_late and self._log.index == 0:
             self._query_time = now
             self._locations = {}
-            self._channel.broadcast({"where": True})
+            self._log.post({"where": True})
 
     @override
-    def on_message(self, sender: int, message: Message) -> None:
-        if "where" in message:
-            self._channel.broadcast({"place": describe_threads()})
-        elif "place" in message:
-            self._locations[sender] = message["place"]
+    def on_event(self, sender: int, event: Event) -> None:
+        if "where" in event:
+            self._log.post({"place": describe_threads()})
+        elif "place" in event:
+            self._locations[sender] = event["place"]
 
     def _print_locations(self) -> None:
         print_line(f"no step has ended for {self._timeout_s:.0f} s.")
@@ -326,9 +344,9 @@ def find_detector(strategy: tf.distribute.Strategy) -> StallDetector | None:
 @functools.cache
 def _local_detector() -> StallDetector:
     """Return the stall detector of this process for several replicas."""
-    channel = Channel(0, 1, {})
-    detector = StallDetector(["this process"], channel)
-    channel.start(detector)
+    log = EventLog(0, 1)
+    detector = StallDetector(["this process"], log)
+    log.start(detector)
     return detector
 
 

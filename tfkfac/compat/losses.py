@@ -182,11 +182,6 @@ def loss_function(loss: keras.losses.Loss) -> Callable[..., Any] | None:
     return getattr(loss, "fn", None)
 
 
-def is_divergence(loss: keras.losses.Loss) -> bool:
-    """Return True for the Kullback-Leibler divergence."""
-    return loss_function(loss) is keras.losses.kl_divergence
-
-
 def is_of_keras(loss: keras.losses.Loss) -> bool:
     """True if the function or class of a loss has a module in `keras`."""
     definition = loss_function(loss) or type(loss)

@@ -1,20 +1,16 @@
-"""Access private attributes of Keras' layers and models, and save state."""
+"""Access private attributes of Keras' layers and models."""
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import h5py
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state, masking
 from keras.src.export import export_utils
-from keras.src.saving.saving_lib import safe_get_h5_dataset, safe_get_h5_group
 
 from tfkfac.compat.graphs import replica_copy
 from tfkfac.compat.optimizers import named_optimizer
@@ -29,12 +25,6 @@ from tfkfac.compat.overrides import (
 Callbacks = list[keras.callbacks.Callback]
 Arguments = Mapping[str, Any]
 Within = Callable[[Callbacks, Arguments], AbstractContextManager[Callbacks]]
-
-State = Mapping[str, np.ndarray]
-
-# Name of the curvature state of an optimizer in state trees and files.
-KEY = "curvature"
-_WEIGHTS = "optimizer_weights"
 
 
 def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
@@ -339,84 +329,6 @@ def skip_batches(model: keras.Model, count: int) -> Callable[[], None]:
     return restore
 
 
-# The rest of this file adds the curvature to legacy `.h5` files and to state
-# trees, which contain only variables. For `.keras` and `.weights.h5` files, an
-# optimizer can save more than its variables in `save_own_variables`.
-@dataclasses.dataclass(frozen=True)
-class NamedArray:
-    """An array with a path, saved like a variable in a legacy `.h5` file."""
-
-    path: str
-    value: np.ndarray
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return np.array(self.value, dtype)
-
-
-def carry_in_state_trees(
-    model: keras.Model, save: Callable[[], State], load: Callable[[State], None]
-) -> list[Override]:
-    """Add the curvature of the optimizer to the state trees of a model.
-
-    `load` gets an empty mapping if the tree has no curvature. This relies on
-    `set_state_tree` ignoring unknown names in "optimizer_variables".
-    """
-
-    def get_state_tree(
-        below: Below,
-        value_format: str = "backend_tensor",
-    ) -> dict[str, Any]:
-        tree = below(value_format)
-        state: Mapping[str, Any] = save()
-        if value_format == "backend_tensor":
-            convert = keras.ops.convert_to_tensor
-            state = {name: convert(value) for name, value in state.items()}
-        tree["optimizer_variables"][KEY] = dict(state)
-        return tree
-
-    def set_state_tree(below: Below, state_tree: Mapping[str, Any]) -> None:
-        below(state_tree)
-        variables = state_tree.get("optimizer_variables")
-        if variables is not None:
-            load(variables.get(KEY) or {})
-
-    return [
-        override(model, "get_state_tree", get_state_tree),
-        override(model, "set_state_tree", set_state_tree),
-    ]
-
-
 def is_saving_legacy_file() -> bool:
     """True while Keras writes an `.h5` file: it sets "use_legacy_config"."""
     return bool(global_state.get_global_attribute("use_legacy_config", False))
-
-
-def legacy_variables(state: State) -> list[NamedArray]:
-    """Convert state to objects that Keras saves like optimizer variables.
-
-    This relies on Keras reading only `path` and the array of a variable.
-    """
-    return [
-        # HDF5 has no bfloat16.
-        NamedArray(
-            f"{KEY}/{name}",
-            value.astype("float32") if value.dtype.kind == "V" else value,
-        )
-        for name, value in state.items()
-    ]
-
-
-def legacy_state(weights: Sequence[Any]) -> State | None:
-    """Return the curvature state in a legacy `.h5` file while Keras loads it.
-
-    The state is empty if the file has no curvature, None if `weights` is not
-    from a file. This relies on Keras calling `set_weights` of an optimizer with
-    datasets of the open file, and on its functions that read untrusted files.
-    """
-    if not weights or not isinstance(weights[0], h5py.Dataset):
-        return None
-    parent = safe_get_h5_group(weights[0].file, _WEIGHTS)
-    if KEY not in parent:
-        return {}
-    group = safe_get_h5_group(parent, KEY)
-    return {n: safe_get_h5_dataset(group, n)[()] for n in group}

@@ -66,13 +66,6 @@ def named_optimizer(identifier: Any) -> Any:
     return identifier
 
 
-def members_of_multi_optimizer(optimizer: Any) -> Sequence[Any] | None:
-    """Return the optimizers in a `MultiOptimizer` (Keras 3.15), else None."""
-    multi_class = getattr(keras.optimizers, "MultiOptimizer", None)
-    is_multi = multi_class is not None and isinstance(optimizer, multi_class)
-    return optimizer.optimizers if is_multi else None
-
-
 def variable_key(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> Hashable:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api
-from tensorflow.python.eager import context
 from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.ops import handle_data_util
 
@@ -23,11 +22,6 @@ _StrategyT = TypeVar("_StrategyT", bound=tf.distribute.Strategy)
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
 _ALL_REDUCE = "all_reduce"
-# In a message of the coordination service: the tasks that do not answer.
-_SILENT_TASKS = re.compile(
-    r"stopped sending heartbeats\):(.*)The tasks have crashed", re.DOTALL
-)
-_TASK = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)")
 _MIRRORED = (
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.MirroredStrategy,
@@ -150,11 +144,6 @@ def _distribute_dataset(
     return distribute(dataset, options)
 
 
-def _is_mean(reduce_op: tf.distribute.ReduceOp | str) -> bool:
-    name = reduce_op if isinstance(reduce_op, str) else reduce_op.value
-    return str(name).upper() == tf.distribute.ReduceOp.MEAN.value
-
-
 @contextlib.contextmanager
 def summing_replicas(total: Sum) -> Iterator[None]:
     """Replace `ReplicaContext.all_reduce` by `total` in this thread.
@@ -176,38 +165,13 @@ def summing_replicas(total: Sum) -> Iterator[None]:
         value: Any,
         options: Any = None,
     ) -> Any:
-        count = replica.num_replicas_in_sync if _is_mean(reduce_op) else 1
+        name = reduce_op if isinstance(reduce_op, str) else reduce_op.value
+        is_mean = str(name).upper() == tf.distribute.ReduceOp.MEAN.value
+        count = replica.num_replicas_in_sync if is_mean else 1
         return tf.nest.map_structure(lambda x: total(x) / count, value)
 
     with overridden(owner, _ALL_REDUCE, all_reduce):
         yield
-
-
-def abort_collectives(message: str) -> None:
-    """Abort all running and future collectives of this process.
-
-    Each collective raises a `tf.errors.UnavailableError` with the message. Any
-    thread may call this function. This relies on `abort_collective_ops`.
-    """
-    context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
-
-
-def silent_workers(error: BaseException) -> list[int]:
-    """Return the workers that do not answer, by the message of a collective.
-
-    This relies on the messages of TensorFlow's coordination service, which the
-    first worker runs, and on `coordinated_job_list`. A worker whose heartbeat
-    times out does not reach the first worker.
-    """
-    text = str(error)
-    if (match := _SILENT_TASKS.search(text)) is not None:
-        jobs = context.context().coordination_service.coordinated_job_list
-        tasks = [
-            (job.name, str(i)) for job in jobs for i in range(job.num_tasks)
-        ]
-        return sorted(tasks.index(task) for task in _TASK.findall(match[1]))
-    is_timeout = isinstance(error, tf.errors.DeadlineExceededError)
-    return [0] if is_timeout and "CoordinationService/Heartbeat" in text else []
 
 
 @contextlib.contextmanager
@@ -228,24 +192,6 @@ def keep_handler(number: int) -> Iterator[None]:
         yield
     finally:
         put(number, before)
-
-
-def store_text(key: str, text: str) -> None:
-    """Share a text with all processes under a key; keep an earlier text.
-
-    No-op if the first worker is gone. This relies on the key-value store of
-    TensorFlow's coordination service, which the first worker runs.
-    """
-    with contextlib.suppress(tf.errors.OpError):
-        context.context().set_config_key_value(key, text)
-
-
-def wait_for_text(key: str, seconds: float) -> str | None:
-    """Wait up to `seconds` for the text of a key; None if there is none."""
-    timeout_ms = max(int(1000 * seconds), 1)  # a timeout of 0 would never end
-    with contextlib.suppress(tf.errors.OpError):
-        return str(context.context().get_config_key_value(key, timeout_ms))
-    return None
 
 
 _CHAINS = "_tfkfac_chains"

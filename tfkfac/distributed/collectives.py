@@ -28,8 +28,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfkfac.compat.coordination import get_text, set_text
 from tfkfac.compat.graphs import with_gradient
-from tfkfac.compat.strategies import store_text, wait_for_text
 
 # Maximal size in bytes of a bucket of small tensors that are sent together. A
 # bucket waits for all its tensors: with 32 MB, a step with 11 MB of gradients
@@ -199,16 +199,18 @@ class Communicator:
         training position, which must be equal on all members.
         """
         key = f"{self.scope} {meeting}"
-        store_text(f"{key}/{self.rank}", moment)
-        deadline = time.monotonic() + seconds
-        complete = all(
-            wait_for_text(f"{key}/{rank}", deadline - time.monotonic())
-            == moment
-            for rank in range(self.size)
-        )
-        # Only the first stored result counts, so all members return it.
-        store_text(f"{key}/result", str(complete))
-        return wait_for_text(f"{key}/result", seconds) == str(True)
+        try:
+            set_text(f"{key}/{self.rank}", moment)
+            deadline = time.monotonic() + seconds
+            complete = all(
+                get_text(f"{key}/{rank}", deadline - time.monotonic()) == moment
+                for rank in range(self.size)
+            )
+            # Only the first stored result counts, so all members return it.
+            set_text(f"{key}/result", str(complete))
+            return get_text(f"{key}/result", seconds) == str(True)
+        except tf.errors.OpError:  # the first member is gone
+            return False
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """Stack a tensor of static shape from all members, by rank."""

@@ -154,14 +154,13 @@ class Categorical(Distribution):
 
     @override
     def column(self, outputs: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
-        p = self._probabilities(outputs)[..., index, None]
-        classes = tf.fill(tf.shape(outputs)[:-1], index)
-        return tf.sqrt(p) * self._gradient(outputs, classes)
-
-    def _probabilities(self, outputs: tf.Tensor) -> tf.Tensor:
         if self.from_logits:
-            return tf.nn.softmax(outputs)
-        return outputs / tf.reduce_sum(outputs, -1, keepdims=True)
+            p = tf.nn.softmax(outputs)
+        else:
+            p = outputs / tf.reduce_sum(outputs, -1, keepdims=True)
+        classes = tf.fill(tf.shape(outputs)[:-1], index)
+        root = tf.sqrt(p[..., index, None])
+        return root * self._gradient(outputs, classes)
 
     def _gradient(self, outputs: tf.Tensor, classes: tf.Tensor) -> tf.Tensor:
         """Gradient of the negative log-likelihood of given classes."""
@@ -208,16 +207,6 @@ _DISTRIBUTIONS: dict[str | None, Distribution] = {
 
 # Distributions registered by the user, by loss class or loss function.
 _registered: dict[Any, DistributionFunction] = {}
-
-
-def distribution_of(terms: LossTerms) -> Distribution | None:
-    """Return the distribution of a loss, or None if it is unknown."""
-    if terms.call is None:
-        return None
-    get_distribution = loss_terms.look_up(_registered, terms.call.loss)
-    if get_distribution is not None:
-        return get_distribution(terms.call.loss)
-    return _DISTRIBUTIONS.get(terms.likelihood.name)
 
 
 def register_distribution(
@@ -402,13 +391,18 @@ def output_of(
 
     A loss of the user's with an unknown distribution has the `fallback`.
     """
-    distribution = distribution_of(terms)
-    if distribution is None and terms.call is not None:
-        is_own = loss_terms.needs_recognition(terms.call.loss)
-        distribution = fallback if is_own else None
-    if terms.call is None or distribution is None:
-        name = "" if terms.call is None else terms.call.loss.name
-        return f"the distribution of loss '{name}' is not known"
+    if terms.call is None:
+        return "the distribution of loss '' is not known"
+    loss = terms.call.loss
+    registered = loss_terms.look_up(_registered, loss)
+    if registered is not None:
+        distribution = registered(loss)
+    else:
+        distribution = _DISTRIBUTIONS.get(terms.likelihood.name)
+    if distribution is None and loss_terms.needs_recognition(loss):
+        distribution = fallback
+    if distribution is None:
+        return f"the distribution of loss '{loss.name}' is not known"
     reduction, y_pred = terms.call.reduction, terms.call.y_pred
     assert reduction is not None
     weights = reduction.term_weights()

@@ -18,7 +18,10 @@ from tfkfac.saving.slots import Slots
 
 
 class HeldBatches:
-    """Copies of the last batch of each tensor structure, for later steps."""
+    """Copies of the last batch of each tensor structure, for later steps.
+
+    Not a dict of the accelerator: checkpoints would track its variables.
+    """
 
     def __init__(self) -> None:
         self._variables: dict[str, list[tf.Variable | None]] = {}

@@ -1,6 +1,7 @@
 """The methods FOSI and DHO2: training step, state and reports."""
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,6 @@ from tfkfac.fosi.subspace import (
     default_warmup,
 )
 from tfkfac.fosi.update import SplitUpdate, adopt, has_momentum, is_plain_sgd
-from tfkfac.linalg.lanczos import default_steps
 from tfkfac.loss.batch import find_call
 from tfkfac.saving.entries import Contents
 from tfkfac.saving.slots import planned
@@ -162,7 +162,9 @@ class FOSIMethod(Method):
         smallest = min(self.settings.num_smallest, space.size - largest)
         steps = self.settings.lanczos_steps
         if steps is None:
-            steps = default_steps(space.size, largest + smallest)
+            # `max(4 r, 2 ln n)` for r Ritz pairs of size n (FOSI).
+            logarithm = math.ceil(2 * math.log(max(space.size, 2)))
+            steps = max(4 * (largest + smallest), logarithm)
         steps = min(steps, space.size)
         return Geometry(space.size, largest, smallest, steps, space.dtype)
 

@@ -174,18 +174,6 @@ class Subspace(Slots):
         inverse = tf.where(strong, 1 / safe, tf.zeros_like(values))
         return self.layout.local_values(inverse, rank)
 
-    def rate_ratio(self) -> tf.Tensor:
-        """Return `lambda_max / lambda_k`; 1 if `lambda_max <= 0`.
-
-        The largest float if `lambda_k <= 0 < lambda_max`.
-        """
-        largest = self.layout.geometry.largest
-        values = tf.convert_to_tensor(self.ritz_values)
-        top, kth = values[-1], values[-max(largest, 1)]
-        ratio = tf.math.divide_no_nan(top, kth)
-        ratio = tf.where(kth > 0, ratio, values.dtype.max)
-        return tf.where(top > 0, ratio, tf.ones_like(ratio))
-
 
 def is_strong(values: tf.Tensor) -> tf.Tensor:
     """Return True for directions with curvature large enough to invert."""

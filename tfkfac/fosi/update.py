@@ -281,6 +281,15 @@ class SplitUpdate:
         return isinstance(inner, keras.optimizers.SGD) and self.rate_clip > 1
 
     def _rate_scale(self) -> tf.Tensor:
-        """`s = clip(lambda_max / lambda_k, 1, rate_clip)`."""
-        ratio = self.state.existing_subspace.rate_ratio()
+        """`s = clip(lambda_max / lambda_k, 1, rate_clip)`.
+
+        The upper bound if `lambda_k <= 0 < lambda_max`; 1 if
+        `lambda_max <= 0`.
+        """
+        largest = self.state.layout.geometry.largest
+        values = tf.convert_to_tensor(self.state.existing_subspace.ritz_values)
+        top, kth = values[-1], values[-max(largest, 1)]
+        ratio = tf.math.divide_no_nan(top, kth)
+        ratio = tf.where(kth > 0, ratio, values.dtype.max)
+        ratio = tf.where(top > 0, ratio, tf.ones_like(ratio))
         return tf.clip_by_value(ratio, 1.0, self.rate_clip)

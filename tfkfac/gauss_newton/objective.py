@@ -28,7 +28,6 @@ from tfkfac.gauss_newton.support import check_call
 from tfkfac.linalg.symmetric import band_shapes, bands, from_bands, pack, unpack
 from tfkfac.linalg.vectors import FlatSpace
 from tfkfac.loss.batch import find_call, loss_of_outputs, replay_loss, stateless
-from tfkfac.loss.terms import LossTerms
 from tfkfac.shell.conditions import Conditions
 from tfkfac.training.step import Step
 
@@ -68,20 +67,6 @@ class Rows(NamedTuple):
         """Number of examples; a tensor if not static."""
         size: int | None = self.points[0].shape[0]
         return tf.shape(self.points[0])[0] if size is None else size
-
-    def with_inputs(self, inputs: Sequence[LossInput]) -> "Rows":
-        """Return a copy with the loss inputs that use these outputs."""
-        used = [x for x in inputs if x.position in self.indices]
-        return self._replace(loss_inputs=used)
-
-    def concat_outputs(self, outputs: Mapping[int, tf.Tensor]) -> tf.Tensor:
-        """Concatenate the outputs y that the losses use, `(examples, size)`."""
-        columns = []
-        for loss_input in self.loss_inputs:
-            output = outputs[loss_input.position]
-            output = logits_of(output) if loss_input.is_logits else output
-            columns.append(flat_output(output, loss_input))
-        return tf.concat(columns, 1)
 
     def apply_root(
         self, rows: tf.Tensor, first: Any = 0, end: tf.Tensor | None = None
@@ -251,10 +236,19 @@ class Jacobian:
         points: Sequence[tf.Tensor],
         values: Sequence[tf.Tensor],
     ) -> tf.Tensor:
-        """Compute the outputs y of examples for given values of the weights."""
+        """Compute the outputs y that the losses use, `(examples, size)`.
+
+        `values` are the values of the weights.
+        """
         mapping = list(zip(self.weights, values, strict=True))
+        columns = []
         with stateless(self.model, mapping):
-            return rows.concat_outputs(rows.outputs(points))
+            outputs = rows.outputs(points)
+            for loss_input in rows.loss_inputs:
+                output = outputs[loss_input.position]
+                output = logits_of(output) if loss_input.is_logits else output
+                columns.append(flat_output(output, loss_input))
+            return tf.concat(columns, 1)
 
 
 def flat_output(output: tf.Tensor, loss_input: LossInput) -> tf.Tensor:
@@ -343,7 +337,10 @@ class Objective:
                 )
         slopes = back.gradient(loss, [r.leaves for r in readings])
         inputs = find_loss_inputs(self.step, self.call, readings, slopes, dtype)
-        rows = [r.with_inputs(inputs) for r in self.rows]
+        rows = []
+        for r in self.rows:
+            used = [x for x in inputs if x.position in r.indices]
+            rows.append(r._replace(loss_inputs=used))
         jacobian = Jacobian(
             model, rows, self.weights, values, self.space, block, max_examples
         )
@@ -453,21 +450,15 @@ def find_loss_inputs(
         is_logits = leaf < len(leaves) - 1
         size = math.prod(leaves[leaf].shape[1:])
         slope = tf.reshape(tf.cast(slopes[i][leaf], dtype), [-1, size])
-        scale = scale_of(terms, share, replicas)
+        # The factor of `sum nll_t` in the mean loss over all replicas.
+        scale = terms.unit
+        if not terms.summed:
+            count = replicas * terms.count
+            scale = tf.math.divide_no_nan(scale * share, count)
         values = tf.cast(leaves[leaf], dtype)
         root = root_of(output, values, is_logits, scale)
         result.append(LossInput(i, is_logits, leaves[leaf], slope, root, size))
     return result
-
-
-def scale_of(terms: LossTerms, share: tf.Tensor, replicas: int) -> tf.Tensor:
-    """Return the factor of `sum nll_t` in the mean loss over all replicas.
-
-    `u` if the loss is a sum, `u share / (replicas count)` if it is a mean.
-    """
-    if terms.summed:
-        return terms.unit
-    return tf.math.divide_no_nan(terms.unit * share, replicas * terms.count)
 
 
 def as_float64(loss: tf.Tensor) -> tf.Tensor:

@@ -4,7 +4,6 @@ Vectors may be sharded over devices. The tridiagonal matrix is bitwise equal on
 all devices.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -201,7 +200,11 @@ class Lanczos:
 
         `add` adds a row and returns the basis; rows of zeros may follow.
         """
-        row, image = self._multiply(candidate)
+        vector, length, fresh = candidate[:3]
+        # A fresh candidate has a row of zeros, and is its own product.
+        row = vector * tf.where(fresh, tf.zeros_like(length), 1 / length)
+        product = self._product(row)
+        image = tf.cond(fresh, lambda: vector, lambda: product)
         matrices, previous = add(row)
         # The first row, and a row after a breakdown, have no coupling.
         uncoupled = candidate.fresh | tf.equal(index, 0)
@@ -245,13 +248,6 @@ class Lanczos:
             component + components[index],
         )
 
-    def _multiply(self, candidate: Candidate) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return row and product of a candidate; if fresh, zeros and vector."""
-        vector, length, fresh = candidate[:3]
-        row = vector * tf.where(fresh, tf.zeros_like(length), 1 / length)
-        image = self._product(row)
-        return row, tf.cond(fresh, lambda: vector, lambda: image)
-
     def _next_candidate(
         self,
         candidate: Candidate,
@@ -282,12 +278,6 @@ def random_vector(size: int, seed: int, index: int | tf.Tensor) -> tf.Tensor:
     """Random vector of norm about 1, the same on every device."""
     vector = tf.random.stateless_normal([size], [seed, index])
     return vector / tf.sqrt(tf.cast(size, vector.dtype))
-
-
-def default_steps(size: int, pairs: int) -> int:
-    """Steps for r Ritz pairs of size n: `min(n, max(4 r, 2 ln n))` (FOSI)."""
-    logarithm = math.ceil(2 * math.log(max(size, 2)))
-    return min(size, max(4 * pairs, logarithm))
 
 
 class RitzPairs(NamedTuple):

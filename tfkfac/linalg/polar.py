@@ -50,20 +50,14 @@ def polar_factors(
     return [_whole(results[i], x.shape) for i, x in enumerate(matrices)]
 
 
-def block_width(columns: int, block: int | None) -> int:
-    """Return the number of columns of each block of a matrix."""
-    if block is None or columns <= block:
-        return columns
-    width = next(k for k in range(block, 0, -1) if columns % k == 0)
-    if width < _MIN_WIDTH * block:  # pad the last block
-        width = math.ceil(columns / math.ceil(columns / block))
-    return width
-
-
 def _columns(matrix: tf.Tensor, block: int | None) -> tf.Tensor:
     """Reshape `(..., rows, columns)` to blocks `(blocks, rows, width)`."""
     rows, columns = matrix.shape[-2:]
-    width = block_width(columns, block)
+    width = columns
+    if block is not None and columns > block:
+        width = next(k for k in range(block, 0, -1) if columns % k == 0)
+        if width < _MIN_WIDTH * block:  # pad the last block
+            width = math.ceil(columns / math.ceil(columns / block))
     padding = -columns % width
     flat = tf.reshape(
         matrix, [matrix.shape.num_elements() // (rows * columns), rows, columns]
@@ -104,7 +98,10 @@ def _polar(x: tf.Tensor, iterations: int) -> tf.Tensor:
     gram = tf.math.divide_no_nan(gram, _MARGIN**2 * square)
     identity = tf.eye(min(rows, columns), dtype=x.dtype)
     product = tf.math.divide_no_nan(identity, _MARGIN * tf.sqrt(square))
-    per_gram, factor = _polynomials_per_gram(), identity
+    factor, per_gram = identity, _POLYNOMIALS_PER_GRAM
+    is_tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
+    if is_tf32 and tf.config.list_logical_devices("GPU"):
+        per_gram = _POLYNOMIALS_PER_GRAM_TF32
     for i in range(iterations):
         if i > 0 and i % per_gram == 0:
             x = tf.matmul(product, x) if wide else tf.matmul(x, product)
@@ -116,11 +113,3 @@ def _polar(x: tf.Tensor, iterations: int) -> tf.Tensor:
         factor = a * identity + b * gram + c * tf.matmul(gram, gram)
         product = tf.matmul(product, factor)
     return tf.matmul(product, x) if wide else tf.matmul(x, product)
-
-
-def _polynomials_per_gram() -> int:
-    """Return the number of polynomials for the precision of products."""
-    is_tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
-    if is_tf32 and tf.config.list_logical_devices("GPU"):
-        return _POLYNOMIALS_PER_GRAM_TF32
-    return _POLYNOMIALS_PER_GRAM

@@ -201,7 +201,12 @@ class _Match:
 
     def compare(self) -> None:
         """Set `is_sum` and `constants`; raise an error if the loss differs."""
-        sizes = Shapes(*(_filled(shape) for shape in self._shapes))
+        sizes = Shapes(
+            *(
+                tuple(_OPEN_SIZE if size is None else size for size in shape)
+                for shape in self._shapes
+            )
+        )
         with nonzero_variables(self._captured):
             self.is_sum = self._rank == 0 and self._doubles(sizes)
             unit, constant = (float(x) for x in self._check(sizes))
@@ -405,10 +410,6 @@ def _find_match(
 def _require(condition: bool) -> None:
     if not condition:
         raise ValueError("The loss is not a multiple of the likelihood")
-
-
-def _filled(shape: Sizes) -> tuple[int, ...]:
-    return tuple(_OPEN_SIZE if size is None else size for size in shape)
 
 
 def _product(sizes: Sizes) -> tf.Tensor:

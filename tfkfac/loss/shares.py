@@ -75,7 +75,14 @@ def measure_loss(
             () if share is None else (share,),
         )
     # Use one all-reduce for the numbers of all losses.
-    numbers = [_numbers_to_sum(loss) for loss in terms]
+    numbers: list[dict[str, tf.Tensor]] = []
+    for loss in terms:
+        row = {"count": loss.count}
+        if loss.squares is not None:
+            row["squares"] = loss.squares
+        if not loss.is_fixed:
+            row["unit"] = loss.count * loss.unit
+        numbers.append(row)
     flat = iter(group.all_reduce([x for row in numbers for x in row.values()]))
     sums = [{name: next(flat) for name in row} for row in numbers]
     measures, units = zip(
@@ -100,16 +107,6 @@ def measure_loss(
         return main._replace(share=None)
     shares = [x.share for x in measures if x.share is not None]
     return main._replace(shares=tuple(shares))
-
-
-def _numbers_to_sum(loss: LossTerms) -> dict[str, tf.Tensor]:
-    """Return the numbers of a loss to sum over the replicas, by name."""
-    numbers = {
-        "count": loss.count,
-        "squares": loss.squares,
-        "unit": None if loss.is_fixed else loss.count * loss.unit,
-    }
-    return {name: x for name, x in numbers.items() if x is not None}
 
 
 def _measure_single(

@@ -7,10 +7,11 @@ the loss.
 
 from collections.abc import Sequence
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.compat.losses import LossCall, is_divergence, loss_arguments
+from tfkfac.compat.losses import LossCall, loss_arguments, loss_function
 from tfkfac.loss.recognition import (
     BERNOULLI,
     BERNOULLI_LOGITS,
@@ -93,7 +94,8 @@ def _entropies(call: LossCall, likelihood: str | None) -> tf.Tensor | None:
     is_known = likelihood in (*_OF_CLASSES, *_OF_BITS)
     is_known &= isinstance(y, (tf.Tensor, tf.Variable, np.ndarray))
     # The minimum of a divergence is 0: the divergence of y from itself.
-    if not is_known or is_divergence(call.loss):
+    is_divergence = loss_function(call.loss) is keras.losses.kl_divergence
+    if not is_known or is_divergence:
         return None
     y = tf.convert_to_tensor(y)
     # Use float32: label smoothing needs it for integers, sums for float16.

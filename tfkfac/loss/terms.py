@@ -154,20 +154,12 @@ def find_likelihood(call: LossCall, reduction: Reduction) -> Likelihood:
     features = 1.0
     if known_loss.is_mean:
         features = _features(y_pred, reduction.values)
-    name = _likelihood(known_loss.likelihood, call.loss, y_pred)
-    return Likelihood(name, known_loss.factor / features)
-
-
-def _likelihood(
-    name: str | None, loss: keras.losses.Loss, y_pred: tf.Tensor
-) -> str | None:
-    """Adapt the likelihood of a Keras loss to its arguments."""
-    arguments = loss_arguments(loss)
+    name, arguments = known_loss.likelihood, loss_arguments(call.loss)
     if arguments.get("axis", -1) not in (-1, y_pred.shape.rank - 1):
-        return None  # only the last axis is supported
-    if arguments.get("from_logits") and logits_of(y_pred) is None:
-        return LOGITS.get(name or "", name)
-    return name
+        name = None  # only the last axis is supported
+    elif arguments.get("from_logits") and logits_of(y_pred) is None:
+        name = LOGITS.get(name or "", name)
+    return Likelihood(name, known_loss.factor / features)
 
 
 def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:
@@ -275,7 +267,10 @@ def _count(
     if reduction.values.shape.rank == 0:
         if likelihood.name is None and needs_recognition(call.loss):
             return tf.shape(keras.tree.flatten(call.y_pred)[0])[0], None
-        return _predictions(call.y_pred), None
+        # Count the predictions, which are vectors on the last axis.
+        shape = tf.shape(keras.tree.flatten(call.y_pred)[0])
+        sizes = shape if shape.shape[0] == 1 else shape[:-1]
+        return _float64(tf.reduce_prod(sizes)), None
     weights, mask = reduction.weights, reduction.mask
     valid = None if mask is None else _float64(mask)
     if reduction.kind == "mean_with_sample_weight" and weights is not None:
@@ -288,15 +283,6 @@ def _count(
         return count, None
     n_valid = tf.reduce_sum(valid)
     return tf.math.divide_no_nan(count * n_valid, _float64(tf.size(mask))), None
-
-
-def _predictions(y_pred: Any) -> tf.Tensor:
-    """Return the number of predictions, which are vectors on the last axis."""
-    first = keras.tree.flatten(y_pred)[0]
-    shape = tf.shape(first)
-    if first.shape.rank == 1:
-        return _float64(shape[0])
-    return _float64(tf.reduce_prod(shape[:-1]))
 
 
 def _float64(value: Any) -> tf.Tensor:

@@ -143,7 +143,7 @@ class Saved:
         def read(name: str) -> np.ndarray:
             if name not in keys:
                 raise EntryError("is not in the file")
-            # Convert to an array: a state tree may contain Python numbers.
+            # Convert to an array: a dict may contain Python numbers.
             try:
                 return np.asarray(self._store[keys[name]])
             except ValueError as error:

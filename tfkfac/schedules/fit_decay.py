@@ -51,10 +51,6 @@ class RunPlan(Slots):
         self.epochs.assign(epochs)
         self.steps.assign(steps)
 
-    def is_of(self, epochs: int) -> bool:
-        """True if the plan is of a `fit` of `epochs` epochs."""
-        return self.end is not None and int(self.epochs.numpy()) == epochs
-
     def continues(self, epoch: int, steps: int, skips_batches: bool) -> bool:
         """True if `epoch` begins where the state was saved, with equal data.
 

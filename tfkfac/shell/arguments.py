@@ -13,7 +13,7 @@ from keras.optimizers.schedules import LearningRateSchedule
 
 from tfkfac.checks import is_count, is_finite, is_function, is_number
 from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.optimizers import members_of_multi_optimizer, updates_by_step
+from tfkfac.compat.optimizers import updates_by_step
 
 Schedule: TypeAlias = float | LearningRateSchedule
 # Value of an argument; its type depends on the argument.
@@ -396,7 +396,8 @@ def reason_not_inner(inner: keras.optimizers.Optimizer) -> str | None:
     """Return why an optimizer cannot be an inner optimizer, or None."""
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         return "put the `LossScaleOptimizer` around this one, not inside."
-    if members_of_multi_optimizer(inner) is not None:
+    multi_optimizer = getattr(keras.optimizers, "MultiOptimizer", ())
+    if isinstance(inner, multi_optimizer):  # new in Keras 3.15
         return (
             "a `MultiOptimizer` has no learning rate and no update of its own "
             "for this one to work with."

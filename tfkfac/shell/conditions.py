@@ -39,13 +39,6 @@ class Points:
                 self.variables[name].assign(tf.cast(source(step), self.dtype))
         self.step = step
 
-    def replica_points(self) -> dict[str, tf.Tensor]:
-        """Return the points of this replica: every `num_replicas`-th row."""
-        replica = tf.distribute.get_replica_context()
-        index = replica.replica_id_in_sync_group
-        count = replica.num_replicas_in_sync
-        return {n: v.value()[index::count] for n, v in self.variables.items()}
-
 
 class Conditions(keras.Model):
     """Model that returns the residuals of each condition at its points.
@@ -100,7 +93,13 @@ class Conditions(keras.Model):
 
     def train_step(self, data: Any) -> Any:
         """Train on the points for one step; ignore the data of `fit`."""
-        points = self.points.replica_points()
+        replica = tf.distribute.get_replica_context()
+        # Each replica takes every `num_replicas`-th row.
+        index = replica.replica_id_in_sync_group
+        points = {
+            name: v.value()[index :: replica.num_replicas_in_sync]
+            for name, v in self.points.variables.items()
+        }
         zeros = {n: tf.zeros([tf.shape(x)[0], 1]) for n, x in points.items()}
         return super().train_step((points, zeros))
 

@@ -4,6 +4,7 @@ import collections
 import copy
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -13,7 +14,7 @@ import tensorflow as tf
 from tfkfac.capture.model_taps import BeforeTap, MetricsDecision, MetricsTap
 from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.checks import check_count
-from tfkfac.compat.models import is_saving_legacy_file, legacy_variables
+from tfkfac.compat.models import is_saving_legacy_file
 from tfkfac.compat.optimizers import knows_variable, variable_key
 from tfkfac.compat.optimizers import trainable_variables as known_variables
 from tfkfac.compat.strategies import repair
@@ -547,15 +548,13 @@ class SecondOrderOptimizer(ScheduledOptimizer):
     def variables(self) -> list[Any]:
         """The variables of the inner optimizer, then of the rest optimizer.
 
-        Without the curvature, except while Keras writes an `.h5` file. See
-        `save_own_variables`.
+        Empty while Keras writes an `.h5` file. See `save_own_variables`.
         """
-        variables = [v for x in self._optimizers for v in x.variables]
         if is_saving_legacy_file():
-            state: dict[str, Any] = {}
-            self.save_curvature(state)
-            variables = [*variables, *legacy_variables(state)]
-        return variables
+            text = f"The `.h5` file does not contain the state of '{self.name}'"
+            warnings.warn(f"{text}, which a `.keras` file does.", stacklevel=2)
+            return []
+        return [v for x in self._optimizers for v in x.variables]
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Record that a `LossScaleOptimizer` wraps this optimizer."""

@@ -154,7 +154,8 @@ class SavedState(tf.train.experimental.PythonState):
             raise ValueError(
                 f"Variable '{self._iterations(self._job).path}' of optimizer "
                 f"'{self._name}' was assigned outside of a step. `variables` "
-                f"do not contain the curvature. {HOW_TO_COPY}"
+                "and Keras' state trees do not contain the curvature. "
+                f"{HOW_TO_COPY}"
             )
 
     @staticmethod

@@ -95,6 +95,9 @@ class Supervision(keras.callbacks.Callback):
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._stall_detector is not None:
             self._stall_detector.record_step()
+        watch = getattr(self.model.distribute_strategy, "watch", None)
+        if watch is not None:
+            watch.has_stepped = True
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -178,8 +181,9 @@ class Supervision(keras.callbacks.Callback):
         """
         plan, now = self._optimizer.plan, self._optimizer.num_updates
         is_loaded = epoch > 0 or plan.end != self._previous_end
-        is_resumed = is_loaded and plan.is_of(epochs)
         saved_epochs = int(plan.epochs.numpy())
+        has_plan = plan.end is not None and saved_epochs == epochs
+        is_resumed = is_loaded and has_plan
         if (
             is_loaded
             and saved_epochs not in (0, epochs)

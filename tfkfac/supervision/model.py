@@ -8,7 +8,6 @@ again.
 import contextlib
 import functools
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,10 +21,7 @@ from tfkfac.cluster.watch import find_detector
 from tfkfac.compat.models import (
     Arguments,
     Callbacks,
-    State,
     after_compile,
-    carry_in_state_trees,
-    legacy_state,
     swap_averages_of,
     wrap_compiled_steps,
     wrap_fit,
@@ -65,16 +61,17 @@ def _bind(model: keras.Model) -> None:
     scaler = None
     if isinstance(outer, keras.optimizers.LossScaleOptimizer):
         outer, scaler = outer.inner_optimizer, outer
-    previous = drop_from(model, _BOUND)
-    if previous is not None and previous() is not outer:
-        # Remove the taps, even if the optimizer was garbage-collected.
-        owner = previous()
-        detach(model, None if owner is None else owner.method)
+    if (previous := drop_from(model, _BOUND)) is not None:
+        # A method may outlive its optimizer until it is garbage-collected.
+        optimizer, method = (reference() for reference in previous)
+        if optimizer is None or optimizer is not outer:
+            detach(model, method)
     if isinstance(outer, SecondOrderOptimizer):
         outer.attach(model, loss_scaler=scaler)
         if type(scaler) is keras.optimizers.LossScaleOptimizer:
             undo_overflows(scaler, outer)
-        keep_on(model, _BOUND, lambda: weakref.ref(outer))
+        bound = weakref.ref(outer), weakref.ref(outer.method)
+        keep_on(model, _BOUND, lambda: bound)
         if model.built and not unbuilt(model):
             # Build now: building in the first step would cause a retrace.
             outer.build_in_scope(model.trainable_variables)
@@ -92,7 +89,6 @@ def _after_compile(model: keras.Model) -> None:
     optimizer = find_optimizer(getattr(model, "optimizer", None))
     overrides = _supervise(model, optimizer) + build_from_specs(model)
     if optimizer is not None:
-        overrides += _carry_state(model, optimizer)
         if uses_xla(model):
             run = optimizer.method.run_compiled
             overrides.append(wrap_compiled_steps(model, run))
@@ -194,36 +190,3 @@ def _swap_averages(callbacks: Callbacks, _: Arguments) -> Iterator[Callbacks]:
         if isinstance(callback, keras.callbacks.SwapEMAWeights):
             swap_averages_of(callback, functools.partial(choose, callback))
     yield callbacks
-
-
-def _carry_state(
-    model: keras.Model, optimizer: SecondOrderOptimizer
-) -> list[Override]:
-    """Add the curvature to state trees and legacy `.h5` files."""
-    # An override of the optimizer must not refer to the model: the optimizer
-    # would keep the model alive.
-    outer = model.optimizer
-
-    def save() -> State:
-        store: dict[str, Any] = {}
-        optimizer.save_curvature(store)
-        return store
-
-    def set_weights(below: Below, weights: Any) -> None:
-        state = legacy_state(weights)
-        if state is None:  # not from a file: raise an error
-            type(optimizer).set_weights(optimizer, weights)
-            return
-        try:
-            optimizer.load_own_variables(state)
-        except ValueError as error:  # warn: Keras hides the message
-            warnings.warn(str(error), stacklevel=2)
-            raise
-        # The weights end with the curvature.
-        for variable, value in zip(outer.variables, weights, strict=False):
-            variable.assign(value)
-
-    return [
-        *carry_in_state_trees(model, save, optimizer.load_own_variables),
-        override(outer, "set_weights", set_weights),
-    ]

@@ -11,8 +11,7 @@ from typing import Any
 
 STUDIES = pathlib.Path(__file__).parent
 ROOT = STUDIES.parents[1]
-# Import modules from tools/ and examples/, too.
-sys.path += [str(ROOT / "tools"), str(ROOT / "examples")]
+sys.path.append(str(ROOT / "tools"))  # import modules from tools/, too
 
 
 def intervals(text: str) -> tuple[int, int]:

@@ -88,7 +88,7 @@ def pairs(count: int) -> tuple[Pair, Pair]:
 def pixel_classes(count: int) -> tuple[Pair, Pair]:
     """Return images of two digits, 48x48, and the class of each pixel."""
     parts = canvases.compose_all(data.digits(), count)
-    train, test = ((p.images / np.float32(255), p.labels) for p in parts)
+    train, test = ((p.x / np.float32(255), p.y) for p in parts)
     return train, test
 
 

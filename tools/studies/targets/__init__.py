@@ -4,7 +4,7 @@ The controller does not import TensorFlow: `plan` lists the trainings of
 `problems` and `methods`, and `study` starts a process for each setting
 (`training`, with `data`, `tiny`, `models` and `recording`) and keeps the
 records. `results` compares them, `report` makes tables. Data and models are
-those of examples/.
+those of tools/common/.
 """
 
 import command  # noqa: F401, the module path

@@ -1,4 +1,4 @@
-"""Models of several examples and tools; all end in logits."""
+"""Models of several studies; all end in logits."""
 
 import functools
 from collections.abc import Callable

@@ -1,0 +1,254 @@
+"""Faults on one worker of a job of real processes.
+
+`pytest tests/cluster/test_faults.py -m "slow or not slow" -s` prints a row for
+each fault: the fault, the error of the other workers, and the seconds from the
+fault until this error and until the last other worker has ended.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.cluster import ROOT, worker_environment
+from tests.support.ports import address, claim_ports
+
+START_LIMIT_S = 120.0
+# Limit of the error of the other workers, with a margin for a loaded machine:
+# the measured times are .2 s after an exception and up to 5 s after a kill.
+LIMIT_S = 20.0
+END_LIMIT_S = 40.0  # until Python has ended, after this error
+MARK = "a fault begins"
+FAILED = "worker {} at \\S+ has failed: "
+KILLED = "worker {} at \\S+ is gone without a word: it was killed"
+SUSPENDED = "worker {} at \\S+ stopped answering: the process is suspended"
+DISK = r"OSError: \[Errno 28\] No space left on device"
+SIGTERM = "SIGTERM: training is backed up after batch"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A fault and its expected result.
+
+    Attributes:
+        action: "raise", "exit", "pause" or "freeze" (SIGSTOP for 1 or 15 s),
+            or a signal that the worker gets.
+        place: Where the fault happens: "start" (after the strategy), "data",
+            "fit" (batch 30), "evaluate", or "backup" (while writing).
+        worker: Index of the faulty worker.
+        line: Regular expression of a line of each other worker; "" if training
+            goes on.
+        codes: Exit codes of the faulty worker and of the others.
+        workers: Number of workers.
+    """
+
+    action: str
+    place: str
+    worker: int
+    line: str
+    codes: tuple[int, int] = (1, 1)
+    workers: int = 2
+
+
+slow = pytest.mark.slow
+FAULTS = [
+    Fault("raise", "fit", 1, FAILED.format(1) + DISK, workers=3),
+    Fault("kill", "fit", 1, KILLED.format(1), (-9, 1)),
+    Fault("stop", "fit", 1, SUSPENDED.format(1), (-9, 1), workers=3),
+    Fault("term", "fit", 1, SIGTERM, (143, 143)),
+    *(
+        pytest.param(fault, marks=slow)
+        for fault in [
+            Fault("raise", "start", 0, FAILED.format(0) + DISK),
+            Fault("raise", "start", 1, FAILED.format(1) + DISK),
+            Fault("raise", "data", 0, FAILED.format(0) + ".*" + DISK),
+            Fault("raise", "data", 1, FAILED.format(1) + ".*" + DISK),
+            Fault("raise", "evaluate", 1, FAILED.format(1) + DISK),
+            Fault("exit", "fit", 1, "worker 1 at \\S+ has ended", (3, 1)),
+            Fault("exit", "fit", 0, "worker 0 at \\S+ has ended", (3, 1)),
+            Fault("kill", "start", 0, KILLED.format(0), (-9, 1)),
+            Fault("kill", "start", 1, KILLED.format(1), (-9, 1)),
+            Fault("kill", "fit", 0, KILLED.format(0), (-9, 1), workers=3),
+            Fault("kill", "data", 1, KILLED.format(1), (-9, 1)),
+            Fault("kill", "evaluate", 1, KILLED.format(1), (-9, 1)),
+            Fault("kill", "backup", 0, KILLED.format(0), (-9, 1)),
+            Fault("stop", "start", 0, SUSPENDED.format(0), (-9, 1)),
+            Fault("stop", "fit", 0, SUSPENDED.format(0), (-9, 1), workers=3),
+            Fault("stop", "data", 0, SUSPENDED.format(0), (-9, 1)),
+            Fault("freeze", "fit", 1, SUSPENDED.format(1), (1, 1)),
+            Fault("pause", "fit", 0, "", (0, 0)),
+            Fault("pause", "fit", 1, "", (0, 0)),
+            Fault("term", "fit", 0, SIGTERM, (143, 143), workers=3),
+        ]
+    ),
+]
+
+
+# ------------------------------------------------------------------ the worker
+def work(fault: Fault, index: int, directory: str) -> None:
+    """Train; on the faulty worker, cause the fault."""
+    import keras
+    import numpy as np
+
+    import tfkfac
+
+    strategy = tfkfac.MultiWorkerMirroredStrategy()
+
+    def act(place: str) -> None:
+        if (place, index) != (fault.place, fault.worker):
+            return
+        print(MARK, flush=True)
+        if fault.action == "raise":
+            raise OSError(28, "No space left on device")
+        if fault.action == "exit":
+            sys.exit(3)
+        if seconds := {"pause": 1, "freeze": 15}.get(fault.action):
+            wake = f"sleep {seconds}; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", wake])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            number = signal.Signals[f"SIG{fault.action.upper()}"]
+            os.kill(os.getpid(), number)
+
+    class Act(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+            if batch == 30:
+                act("fit")
+
+        def on_test_batch_end(self, batch: int, logs: object = None) -> None:
+            if batch == 3:
+                act("evaluate")
+
+    def batches() -> Any:
+        for number in range(2000):
+            if number == 40:
+                act("data")
+            yield np.ones((8, 5), "float32"), np.ones((8, 1), "float32")
+
+    act("start")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        model.compile(tfkfac.KFAC(keras.optimizers.SGD(0.01)), "mse")
+    callbacks: list[Any] = [Act()]
+    if fault.action == "term" or fault.place == "backup":
+        callbacks.insert(0, tfkfac.callbacks.ChiefBackup(directory))
+    if fault.place == "backup":
+        model.save_weights = lambda *_, **__: act("backup")
+    model.fit(
+        batches(),
+        epochs=3,
+        steps_per_epoch=100,
+        validation_data=batches(),
+        validation_steps=9,
+        verbose=0,
+        callbacks=callbacks,
+    )
+
+
+# -------------------------------------------------------------------- the tests
+@dataclasses.dataclass
+class Worker:
+    """A process of the job, and the times of its lines."""
+
+    process: "subprocess.Popen[str]"
+    lines: list[tuple[float, str]] = dataclasses.field(default_factory=list)
+    ended_s: float = 0.0
+
+    def read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line))
+        self.process.wait()
+        self.ended_s = time.monotonic()
+
+    def find(self, pattern: str) -> tuple[float, str] | None:
+        """Return the time and text of the first line that matches."""
+        lines = list(self.lines)
+        return next((x for x in lines if re.search(pattern, x[1])), None)
+
+    def text(self) -> str:
+        return "".join(line for _, line in self.lines)
+
+
+@contextlib.contextmanager
+def started(fault: Fault, directory: pathlib.Path) -> Iterator[list[Worker]]:
+    """Start the workers; kill those that still run at the end."""
+    with contextlib.ExitStack() as stack:
+        ports = claim_ports(fault.workers)
+        addresses = [address(stack.enter_context(port)) for port in ports]
+        command = [sys.executable, "-m", __name__, repr(fault)]
+        workers = [
+            Worker(
+                subprocess.Popen(
+                    [*command, str(index), str(directory)],
+                    env=worker_environment(index, addresses),
+                    cwd=ROOT,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                )
+            )
+            for index in range(fault.workers)
+        ]
+        threads = [threading.Thread(target=w.read) for w in workers]
+        for thread in threads:
+            thread.start()
+        yield workers
+        for worker in workers:
+            worker.process.kill()
+        for thread in threads:
+            thread.join()
+
+
+def wait(condition: Any, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return bool(condition())
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=repr)
+def test_fault(fault: Fault, tmp_path: pathlib.Path) -> None:
+    """All other workers end in time and name the faulty worker and cause."""
+    with started(fault, tmp_path) as workers:
+        faulty = workers[fault.worker]
+        others = [worker for worker in workers if worker is not faulty]
+
+        def logs() -> str:
+            return "\n---\n".join(worker.text() for worker in workers)
+
+        assert wait(lambda: faulty.find(MARK), START_LIMIT_S), logs()
+        begin = faulty.find(MARK)[0]
+        lines = []
+        for worker in others if fault.line else []:
+            assert wait(lambda w=worker: w.find(fault.line), LIMIT_S), logs()
+            lines.append(worker.find(fault.line))
+        ending = others if fault.action == "stop" else workers
+        seconds = END_LIMIT_S if fault.line else START_LIMIT_S
+        assert wait(lambda: all(w.ended_s for w in ending), seconds), logs()
+    if fault.action == "freeze":
+        assert faulty.find("This process stood still for more than"), logs()
+    codes = [worker.process.returncode for worker in (faulty, *others)]
+    assert (codes[0], *set(codes[1:])) == fault.codes, logs()
+    reported = max((time_s for time_s, _ in lines), default=begin) - begin
+    ended = max(worker.ended_s for worker in others) - begin
+    text = lines[0][1].strip() if lines else "training goes on"
+    print(
+        f"\n| {fault.action} in {fault.place} of worker {fault.worker} | "
+        f"{text[-160:]} | {reported:.1f} | {ended:.1f} |"
+    )
+
+
+if __name__ == "__main__":
+    work(eval(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,195 @@
+"""Events of a job, which all workers receive in the same order.
+
+The events are in the key-value store of TensorFlow's coordination service,
+under the keys 0, 1, 2, ... Threads of each process send and receive them at any
+time, not only in a training step.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import queue
+import threading
+import time
+from typing import Any
+
+import tensorflow as tf
+
+from tfkfac.compat.coordination import (
+    HEARTBEAT_TIMEOUT_S,
+    get_text,
+    set_text,
+    silent_workers,
+)
+
+Event = dict[str, Any]
+
+EXITED: Event = {"exited": True}  # the process of the sender exits normally
+LOST = "lost"  # key of an event: the indices of workers that do not answer
+_KEYS = "tfkfac events"
+_ALIVE = f"{_KEYS}/alive"  # key that worker 0 sets
+_START_LIMIT_S = 60.0  # until worker 0 has set it
+_TICK_S = 0.5  # maximum interval between two calls of `Listener.on_tick`
+_RECEIVE_S = 3600.0  # limit of a wait for an event
+_EXIT_TIMEOUT_S = 2.0  # limit of each wait at the exit of the process
+
+
+class Listener:
+    """Handler of events, called by the receiving thread."""
+
+    def on_event(self, sender: int, event: Event) -> None:
+        """Handle an event of worker `sender`."""
+
+    def on_tick(self) -> None:
+        """Run periodic work."""
+
+
+class EventLog:
+    """Send events to all workers, this worker included, and receive them.
+
+    With `size` 1 there is no store: the events stay in the process.
+    """
+
+    def __init__(self, index: int, size: int) -> None:
+        self.index = index
+        self.size = size
+        self._outbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        self._num_received = 0
+        self._absent: set[int] = set()  # workers that have exited or are lost
+        self._listeners: tuple[Listener, ...] = ()
+        self._next_tick = 0.0  # monotonic time
+        self._limit_s = _START_LIMIT_S  # of an answer of worker 0
+        self._has_exited = threading.Event()
+        self._process = os.getpid()
+
+    def start(self, *listeners: Listener) -> None:
+        """Start the threads, which run until the process ends."""
+        self._listeners = listeners
+        if self.index == 0 and self.size > 1:
+            set_text(_ALIVE, "")
+        methods = [self._dispatch]
+        if self.size > 1:
+            methods += [self._send, self._receive]
+            atexit.register(self._exit)
+        for method in methods:
+            name = f"tfkfac {method.__name__}"
+            threading.Thread(target=method, name=name, daemon=True).start()
+
+    def post(self, event: Event) -> None:
+        """Send an event to all workers, without waiting for it."""
+        if self.size > 1:
+            self._outbox.put(event)
+        else:
+            self._inbox.put((self.index, event))
+
+    def tick_after(self, seconds: float) -> None:
+        """Call `Listener.on_tick` after some seconds, from `on_event`."""
+        self._next_tick = min(self._next_tick, time.monotonic() + seconds)
+
+    def _send(self) -> None:
+        """Store the posted events, each under the next free key.
+
+        This thread waits in `set_text` while worker 0 is suspended.
+        """
+        number = 0
+        with contextlib.suppress(tf.errors.OpError):  # worker 0 is gone
+            while True:
+                text = json.dumps([self.index, self._outbox.get()])
+                number = max(number, self._num_received)
+                while not set_text(f"{_KEYS}/{number}", text):
+                    number += 1
+
+    def _receive(self) -> None:
+        """Wait for the events of the store in their order.
+
+        Each call waits for long: TensorFlow 2.21 leaks 20 KB in a call that
+        ends by its timeout.
+        """
+        with contextlib.suppress(tf.errors.OpError):  # worker 0 is gone
+            while not self._has_exited.is_set():
+                text = get_text(f"{_KEYS}/{self._num_received}", _RECEIVE_S)
+                if text is not None:
+                    self._num_received += 1
+                    sender, event = json.loads(text)
+                    self._inbox.put((sender, event))
+                    if event == EXITED:
+                        self._confirm_exit(sender)
+
+    def _confirm_exit(self, sender: int) -> None:
+        """End this thread at the exit of this worker.
+
+        Let worker 0 exit, with which the store ends, as its exit has arrived.
+        """
+        if sender == self.index:
+            self._has_exited.set()
+        elif sender == 0:
+            key = f"{_KEYS}/confirmed/{self.index}"
+            threading.Thread(
+                target=_try_to_set, args=(key,), daemon=True
+            ).start()
+
+    def _dispatch(self) -> None:
+        """Call the listeners, and look for lost workers."""
+        while True:
+            try:
+                seconds = max(self._next_tick - time.monotonic(), 0.001)
+                sender, event = self._inbox.get(timeout=seconds)
+            except queue.Empty:
+                self._next_tick = time.monotonic() + _TICK_S
+                if lost := self._find_lost():
+                    self._absent |= lost
+                    if self.index == 0:
+                        self.post({LOST: sorted(lost)})
+                    else:  # worker 0 is lost
+                        self._inbox.put((self.index, {LOST: [0]}))
+                for listener in self._listeners:
+                    listener.on_tick()
+                continue
+            if event == EXITED:
+                self._absent.add(sender)
+            for listener in self._listeners:
+                listener.on_event(sender, event)
+
+    def _find_lost(self) -> set[int]:
+        """Return the workers that do not answer any more.
+
+        Worker 0 looks for the others, the others look for worker 0.
+        """
+        if self.size == 1 or self._has_exited.is_set():
+            return set()
+        if self.index == 0:
+            return set(silent_workers()) - self._absent
+        if 0 in self._absent:
+            return set()
+        with contextlib.suppress(tf.errors.OpError):
+            if get_text(_ALIVE, self._limit_s) is not None:
+                self._limit_s = HEARTBEAT_TIMEOUT_S
+                return set()
+        return {0}
+
+    def _exit(self) -> None:
+        """Announce the exit of this process, for a limited time.
+
+        The store ends with worker 0, so worker 0 waits until the others have
+        received its exit.
+        """
+        if os.getpid() != self._process:  # a forked child has no threads
+            return
+        self.post(EXITED)
+        if self.index > 0 and 0 in self._absent:
+            return
+        self._has_exited.wait(_EXIT_TIMEOUT_S)
+        if self.index > 0:
+            return
+        deadline = time.monotonic() + _EXIT_TIMEOUT_S
+        for worker in {*range(1, self.size)} - self._absent:
+            with contextlib.suppress(tf.errors.OpError):
+                key = f"{_KEYS}/confirmed/{worker}"
+                get_text(key, deadline - time.monotonic())
+
+
+def _try_to_set(key: str) -> None:
+    with contextlib.suppress(tf.errors.OpError):
+        set_text(key, "")
