@@ -26,6 +26,7 @@ from tests.support.small import (
     kfac_of,
     loss,
     mlp,
+    rows_of,
     summary_text,
 )
 from tests.support.summaries import sequential
@@ -50,12 +51,6 @@ def assert_finite(model: Any) -> None:
 
 def assert_same_weights(model: Any, want: list[Array]) -> None:
     np.testing.assert_equal(model.get_weights(), want)
-
-
-def block_of(optimizer: Any, path: str) -> Any:
-    (state,) = optimizer.method.states
-    (block,) = (p for p in state.preconditioners if p.block.path == path)
-    return block
 
 
 # --------------------------------------------------------------- bad batches
@@ -113,8 +108,7 @@ def test_failed_decomposition_keeps_the_last_good_one(
     )
     optimizer = kfac_of(model)
     model.train_on_batch(X, Y)
-    factors = block_of(optimizer, "hidden").factors
-    average = factors.averages[factors.names.index(factor)]
+    (average,) = rows_of(optimizer.method.states, "hidden", f"factor_{factor}")
     average.assign(np.full(average.shape, NAN))
     before, weights = curvature(optimizer), model.get_weights()
     capfd.readouterr()
@@ -294,7 +288,7 @@ def test_the_plain_gradient_of_that_block_alone(
         )
         candidate.train_on_batch(x, y)
     optimizer = kfac_of(model)
-    tensor = block_of(optimizer, "hidden").decomposition.tensors[0]
+    tensor = rows_of(optimizer.method.states, "hidden", "solver_")[0]
     tensor.assign(np.full(tensor.shape, value))
     gradients = [np.array(g) for g in gradients_of(model, x, y)]
     before = model.get_weights()
@@ -338,7 +332,7 @@ def test_an_invalid_average_restarts(capfd: Any) -> None:
     for _ in range(3):
         model.train_on_batch(X, Y)
     optimizer = kfac_of(model)
-    average = block_of(optimizer, "hidden").factors.averages[0]
+    average = rows_of(optimizer.method.states, "hidden", "factor_")[0]
     average.assign(np.full(average.shape, NAN))
     fresh.set_weights(model.get_weights())
     capfd.readouterr()
@@ -389,20 +383,9 @@ SPOILED = {
 
 
 def train_spoiled(case: Training, path: str, spoils_factor: bool) -> Any:
-    def tensors(states: Any) -> list[Any]:
-        kept = [
-            p
-            for state in states
-            for p in state.preconditioners
-            if p.block.path.endswith(path)
-        ]
-        if spoils_factor:
-            lists = [p.factors.averages for p in kept if p.factors]
-        else:
-            lists = [p.decomposition.tensors for p in kept if p.decomposition]
-        return [tensor for tensors in lists for tensor in tensors]
-
-    callback, stderr = Spoil(tensors), io.StringIO()
+    prefix = "factor_" if spoils_factor else "solver_"
+    callback = Spoil(lambda states: rows_of(states, path, prefix))
+    stderr = io.StringIO()
     model = build(case)
     with contextlib.redirect_stderr(stderr):
         fit(model, case, callback)

@@ -221,19 +221,24 @@ def train(case: Training) -> Result:
 
 
 def kept_bytes(state: Any) -> dict[str, int]:
-    """Bytes of the variables with a rank, but for counters of blocks."""
+    """Bytes of the variables with a rank, but for numbers of blocks."""
 
     def size(variables: Sequence[tf.Variable]) -> int:
         kept = [v for v in variables if v.shape.rank]
         return sum((v.shape.num_elements() or 0) * v.dtype.size for v in kept)
 
-    kept = state.preconditioners
+    kept = [p.decomposition for p in state.preconditioners if p.decomposition]
+    numbers = [
+        v
+        for group in state.averages
+        for v in (group.weight, *group.other_means)
+        if v.shape.rank == 1
+    ]
+    total = size(state.variables) - size(state.counters.variables)
     return {
-        "factors": sum(size(p.factors.averages) for p in kept if p.factors),
-        "decompositions": sum(
-            size(p.decomposition.tensors) for p in kept if p.decomposition
-        ),
-        "total": size(state.variables) - size(state.counters.variables),
+        "factors": sum(size(group.averages) for group in state.averages),
+        "decompositions": sum(size(group.tensors) for group in kept),
+        "total": total - size(numbers),
     }
 
 

@@ -1,6 +1,5 @@
 """Spectral steps against NumPy, and their guards."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -19,6 +18,7 @@ from tests.support.small import (
     data,
     gradients_of,
     mlp,
+    rows_of,
 )
 from tests.support.training import (
     DEFAULTS,
@@ -34,6 +34,7 @@ from tests.support.training import (
     shares,
 )
 from tfkfac.kfac import spectral
+from tfkfac.kfac.averages import chunks
 
 STEPS = shares(FEEDS["even"], 1)[:6]
 
@@ -89,7 +90,7 @@ def test_steps_are_the_definition(
 ) -> None:
     """In a graph, one block after the other, as in large models."""
     if scale == 1:
-        monkeypatch.setattr(spectral, "_CHUNK_ELEMENTS", 1)
+        monkeypatch.setattr(spectral, "MAX_ELEMENTS", 1)
     result = trained(kfac(**options), scale=scale, eager=scale > 1)
     options = {"inner": "default", **SPECTRAL} | options
     want = by_definition(result["start"], STEPS, None, **options)
@@ -98,13 +99,8 @@ def test_steps_are_the_definition(
 
 def test_chunks_are_bounded() -> None:
     """Blocks of 4, 4, 10, 3 and 4 weights, at most 8 in a chunk."""
-    shapes = [(2, 2), (4, 1), (2, 5), (3, 1), (1, 4)]
-    blocks: list[Any] = [
-        SimpleNamespace(block=SimpleNamespace(gradient_shape=shape))
-        for shape in shapes
-    ]
-    sizes = [len(chunk) for chunk in spectral.chunks(blocks, 8)]
-    assert sizes == [2, 1, 2]
+    sizes = [4, 4, 10, 3, 4]
+    assert chunks(sizes, sizes, 8) == [[4, 4], [10], [3, 4]]
 
 
 @pytest.mark.parametrize(
@@ -216,16 +212,23 @@ def state_of(model: Any) -> Any:
     return state
 
 
-@pytest.mark.parametrize("part", ["decomposition", "momentum"])
+# Names of the state of a layer.
+STATE = {
+    "decomposition": ("solver_",),
+    "momentum": ("whitened_momentum", "row_extents", "column_extents"),
+}
+
+
+@pytest.mark.parametrize("part", STATE)
 def test_nan_in_the_state(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """NaN in a decomposition gives W with the RMS 0.2; momenta restart."""
     monkeypatch.setattr(spectral, "ITERATIONS", 7)
     model = compiled_mlp(step="spectral", eager=True, fisher="empirical")
     model.train_on_batch(X, Y)
     W = gradients_of(model, X, Y)[:2]
-    kept = getattr(state_of(model).preconditioners[0], part)
-    for variable in kept.variables:
-        variable.assign(np.full(variable.shape, np.nan))
+    states = [state_of(model)]
+    for row in rows_of(states, "hidden", STATE[part]):
+        row.assign(np.full(row.shape, np.nan))
     kernel, bias, *others = moved(model)
     hidden, logits = np.vstack([kernel, bias]), np.vstack(others)
     assert rms(logits) > 1e-4
@@ -241,8 +244,8 @@ def test_nan_in_the_state(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     assert model.optimizer.events() == events
     assert all(
         np.isfinite(v).all()
-        for block in state_of(model).preconditioners
-        for v in (*block.decomposition.variables, *block.momentum.variables)
+        for group in state_of(model).preconditioners
+        for v in group.variables
     )
 
 

@@ -1,7 +1,7 @@
 """Tiny models and data for tests of behaviour, and what they leave behind."""
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -75,6 +75,19 @@ def compiled_mlp(
     model = mlp(seed)
     model.compile(options_kfac(inner, **kwargs), loss(), run_eagerly=eager)
     return model
+
+
+def rows_of(
+    states: Sequence[Any], path: str, names: str | tuple[str, ...]
+) -> list[Any]:
+    """Return the state of a layer whose name starts with `names`."""
+    return [
+        entry.variable
+        for state in states
+        for group in state.groups
+        for entry in group.entries()
+        if entry.layer.endswith(path) and entry.name.startswith(names)
+    ]
 
 
 def kfac_of(model: Any) -> tfkfac.KFAC:

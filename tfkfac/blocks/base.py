@@ -13,7 +13,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -126,15 +126,6 @@ class Block(abc.ABC):
         with A and G exchanged if it is `swapped`.
         """
         return self
-
-    @property
-    def form(self) -> Hashable | None:
-        """Key under which blocks share traces of `to_matrix`, `from_matrix`.
-
-        Blocks with equal keys and equal shapes share one traced function.
-        None, the default, traces both methods for each block.
-        """
-        return None
 
     @abc.abstractmethod
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:

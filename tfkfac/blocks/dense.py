@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import string
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
@@ -24,11 +24,6 @@ class DenseBlock(MatrixBlock):
     @override
     def trace_key(self, record: Record) -> TraceKey | None:
         return self.dense_trace_key(record)
-
-    @property
-    @override
-    def form(self) -> Hashable:
-        return type(self), self.dtype, len(self.variables)
 
     @override
     def rows(self, record: Record) -> Rows:

@@ -9,7 +9,13 @@ from typing import Any, NamedTuple, Self
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.linalg.tensors import select, size_of
+from tfkfac.linalg.tensors import (
+    row_squares,
+    row_sums,
+    select,
+    size_of,
+    unstacked,
+)
 
 
 class Statistic(NamedTuple):
@@ -143,28 +149,35 @@ def fold_mask(mask: tf.Tensor | None, shape: tf.Tensor) -> tf.Tensor | None:
 
 
 class LayerGradient(abc.ABC):
-    """Gradient of a layer's weights, plain or preconditioned."""
+    """Gradients of the weights of equal layers, plain or preconditioned.
+
+    The first axis of all tensors is that of the layers.
+    """
 
     @property
     @abc.abstractmethod
     def matrix(self) -> tf.Tensor:
-        """The gradient as a matrix `([groups,] inputs, outputs)`."""
+        """The gradients, `(layers, [groups,] inputs, outputs)`."""
 
     @abc.abstractmethod
     def scaled(self, factor: tf.Tensor) -> Self:
-        """Return the gradient multiplied by a scalar."""
+        """Return the gradients multiplied by a scalar."""
 
     @abc.abstractmethod
     def inner(self, other: "LayerGradient") -> tf.Tensor:
-        """Return the Frobenius inner product of two gradients."""
+        """Return the Frobenius inner product of two gradients per layer."""
 
     @abc.abstractmethod
     def bound(self) -> tf.Tensor:
-        """Return an upper bound of half the squared Frobenius norm."""
+        """Return an upper bound of half the squared norm of each layer."""
 
     @abc.abstractmethod
-    def where(self, flag: tf.Tensor, otherwise: Self) -> Self:
-        """Return this gradient if `flag` is true, else `otherwise`."""
+    def where(self, flags: tf.Tensor, otherwise: Self) -> Self:
+        """Return this gradient where a layer's flag is true, else the other."""
+
+    @abc.abstractmethod
+    def by_layer(self) -> list[Self]:
+        """Return the gradient of each layer, without the axis of layers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +185,7 @@ class MatrixGradient(LayerGradient):
     """Gradient as a dense matrix.
 
     Attributes:
-        value: The matrix, `([groups,] inputs, outputs)`.
+        value: The matrices, `(layers, [groups,] inputs, outputs)`.
     """
 
     value: tf.Tensor
@@ -188,17 +201,21 @@ class MatrixGradient(LayerGradient):
 
     @override
     def inner(self, other: LayerGradient) -> tf.Tensor:
-        return tf.reduce_sum(self.value * other.matrix)
+        return row_sums(self.value * other.matrix)
 
     @override
     def bound(self) -> tf.Tensor:
-        return tf.nn.l2_loss(self.value)
+        return row_squares(self.value)
 
     @override
     def where(
-        self, flag: tf.Tensor, otherwise: "MatrixGradient"
+        self, flags: tf.Tensor, otherwise: "MatrixGradient"
     ) -> "MatrixGradient":
-        return MatrixGradient(select(flag, self.value, otherwise.value))
+        return MatrixGradient(select(flags, self.value, otherwise.value))
+
+    @override
+    def by_layer(self) -> list["MatrixGradient"]:
+        return list(map(MatrixGradient, unstacked(self.value)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,8 +226,8 @@ class RowGradient(LayerGradient):
     cheaper: `A^-1 a^T g G^-1 = (a A^-1)^T (g G^-1)`.
 
     Attributes:
-        a: Inputs `(rows, inputs)`, with a column of ones for the bias.
-        g: Pre-activation gradients `(rows, outputs)`.
+        a: Inputs `(layers, rows, inputs)`, with a column of ones for the bias.
+        g: Pre-activation gradients `(layers, rows, outputs)`.
     """
 
     a: tf.Tensor
@@ -230,16 +247,23 @@ class RowGradient(LayerGradient):
         if isinstance(other, RowGradient):
             products_a = tf.matmul(self.a, other.a, transpose_b=True)
             products_g = tf.matmul(self.g, other.g, transpose_b=True)
-            return tf.reduce_sum(products_a * products_g)
-        return tf.reduce_sum(tf.matmul(self.a, other.matrix) * self.g)
+            return row_sums(products_a * products_g)
+        return row_sums(tf.matmul(self.a, other.matrix) * self.g)
 
     @override
     def bound(self) -> tf.Tensor:
-        return 2 * tf.nn.l2_loss(self.a) * tf.nn.l2_loss(self.g)
+        return 2 * row_squares(self.a) * row_squares(self.g)
 
     @override
-    def where(self, flag: tf.Tensor, otherwise: "RowGradient") -> "RowGradient":
+    def where(
+        self, flags: tf.Tensor, otherwise: "RowGradient"
+    ) -> "RowGradient":
         return RowGradient(
-            select(flag, self.a, otherwise.a),
-            select(flag, self.g, otherwise.g),
+            select(flags, self.a, otherwise.a),
+            select(flags, self.g, otherwise.g),
         )
+
+    @override
+    def by_layer(self) -> list["RowGradient"]:
+        tensors = unstacked(self.a), unstacked(self.g)
+        return list(map(RowGradient, *tensors))

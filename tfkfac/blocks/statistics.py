@@ -20,7 +20,7 @@ from tfkfac.blocks.patches import Patches
 from tfkfac.blocks.rows import Rows, Statistic
 from tfkfac.capture.taps import Record
 from tfkfac.compat.functions import TraceKey, shared_call
-from tfkfac.compat.graphs import in_xla
+from tfkfac.compat.graphs import in_xla, once_per_graph
 from tfkfac.linalg.tensors import size_of
 
 # Default subsample: 1/4 of the batch, at least 64 examples over all workers.
@@ -34,6 +34,11 @@ class Subsample(NamedTuple):
     fraction: float  # of the examples, in (0, 1]
     offset: tf.Tensor  # int64, number of earlier subsamples
     min_examples: int = 1  # if the batch has enough examples
+
+    def is_whole(self, size: int | tf.Tensor) -> bool:
+        """True if a batch of a static size is used as a whole."""
+        is_small = isinstance(size, int) and size <= self.min_examples
+        return is_small or (isinstance(size, int) and self.fraction == 1)
 
 
 def choose_subsample(
@@ -61,9 +66,7 @@ class Examples:
 
     def __init__(self, size: int | tf.Tensor, subsample: Subsample) -> None:
         self._is_static = isinstance(size, int)
-        self._is_whole = isinstance(size, int) and (
-            size <= subsample.min_examples or subsample.fraction == 1
-        )
+        self._is_whole = subsample.is_whole(size)
 
         def choose(
             size: tf.Tensor, offset: tf.Tensor
@@ -79,12 +82,18 @@ class Examples:
                 divisor, tf.float64
             )
 
-        self._indices, self.weight = shared_call(
-            ("examples", subsample.fraction, subsample.min_examples),
-            choose,
-            tf.cast(size, tf.int64),
-            tf.convert_to_tensor(subsample.offset, tf.int64),
-            any_size=True,
+        offset = tf.convert_to_tensor(subsample.offset, tf.int64)
+        settings = "examples", subsample.fraction, subsample.min_examples
+        # Layers of equal batch sizes have the same examples.
+        self._indices, self.weight = once_per_graph(
+            (
+                *settings,
+                size if isinstance(size, int) else size.ref(),
+                offset.ref(),
+            ),
+            lambda: shared_call(
+                settings, choose, tf.cast(size, tf.int64), offset, any_size=True
+            ),
         )
 
     def of(self, tensor: Any) -> Any:
@@ -187,9 +196,11 @@ def batch_statistics(
         statistics = []
         for record in records:
             key = _trace_key(block, record, settings)
-            # Inline a key that is used once: a shared function only slows
-            # tracing. For fixed sizes it gives convolutions oneDNN kernels.
-            if key is None or (key.any_size and counts[key] == 1):
+            # Inline a key that is used once, and in XLA, which compiles each
+            # call: a shared function only slows tracing. For fixed sizes it
+            # gives convolutions oneDNN kernels.
+            is_inlined = counts[key] == 1 or in_xla()
+            if key is None or (key.any_size and is_inlined):
                 statistics.append(_sums(block, record, settings))
             else:
                 statistics.append(_shared_sums(block, record, settings, key))
@@ -312,18 +323,19 @@ def _rows(
     if subsample is not None and block.examples_first and is_plain:
         # Subsample before the conversion to rows, which saves time.
         size = size_of(record.gradient, 0)
-        examples = Examples(size, subsample)
-        selected = dataclasses.replace(
-            record,
-            inputs=examples.of(record.inputs),
-            gradient=examples.of(record.gradient),
-            mask=examples.of(record.mask),
-        )
-        return block.rows(selected), size, examples
+        if not subsample.is_whole(size):
+            examples = Examples(size, subsample)
+            selected = dataclasses.replace(
+                record,
+                inputs=examples.of(record.inputs),
+                gradient=examples.of(record.gradient),
+                mask=examples.of(record.mask),
+            )
+            return block.rows(selected), size, examples
     rows = block.rows(record)
     is_sliced = isinstance(rows.g, Patches)
     size = rows.g.examples if is_sliced else size_of(rows.g, 0)
-    if subsample is None:
+    if subsample is None or subsample.is_whole(size):
         return rows, size, None
     examples = Examples(size, subsample)
     tensors = (examples.of(tensor) for tensor in (rows.a, rows.g, rows.mask))

@@ -1,9 +1,8 @@
 """Trace a per-layer function once per graph and call it for every layer."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 from tensorflow.core.framework.function_pb2 import FunctionDef
@@ -13,11 +12,8 @@ from tensorflow.python.eager.polymorphic_function.atomic_function import (
 )
 from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.framework.ops import set_int_list_attr
-from tensorflow.python.ops import handle_data_util
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfkfac.compat.graphs import (
-    Tracked,
     graph_attribute,
     in_xla,
     not_inlined,
@@ -44,61 +40,6 @@ class TraceKey(NamedTuple):
     any_size: bool = True
 
 
-class Member(Tracked):
-    """Object with variables that can be an argument of `shared_call`."""
-
-    # Names of the attributes that are variables or lists of variables.
-    held: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def key(self) -> TraceKey:
-        """Trace key; equal for objects that differ only in their variables."""
-        raise NotImplementedError
-
-    def with_variables(self, values: Sequence[Any]) -> Self:
-        """Return an untracked shallow copy that uses the given variables."""
-        copy = object.__new__(type(self))
-        vars(copy).update(vars(self))
-        vars(copy).update(zip(self.held, values, strict=True))
-        return copy
-
-
-def shared(method: Callable[..., T]) -> Callable[..., T]:
-    """Decorate a method of a `Member` to share its trace between objects.
-
-    In a graph, static sizes of the results may be unknown.
-    """
-
-    @functools.wraps(method)
-    def call(self: Member, *args: Any) -> T:
-        key, any_size = self.key
-        return shared_call(
-            (method, key), method, self, *args, any_size=any_size
-        )
-
-    return call
-
-
-def _is_constant(arg: Any) -> bool:
-    """True if an argument contains neither tensors nor variables."""
-    is_tensor = tf.is_tensor(arg) or tf.nest.is_nested(arg)
-    return not (is_tensor or isinstance(arg, Member))
-
-
-def _to_nest(arg: Any) -> Any:
-    """Convert an argument to a nest of tensors and variables."""
-    if isinstance(arg, Member):
-        return [getattr(arg, name) for name in arg.held]
-    return [] if _is_constant(arg) else arg
-
-
-def _from_nest(arg: Any, nest: Any) -> Any:
-    """Invert `_to_nest`: rebuild an argument like `arg` from its nest."""
-    if isinstance(arg, Member):
-        return arg.with_variables(nest)
-    return arg if _is_constant(arg) else nest
-
-
 def shared_call(
     key: Hashable,
     function: Callable[..., T],
@@ -120,10 +61,9 @@ def shared_call(
     Args:
         key: Cache key of the function, in addition to the arguments. None to
             call the function without sharing its trace.
-        function: The function. It must use only tensors and variables that are
-            arguments, and no collectives.
-        args: Tensors, variables, nests of these, `Member` objects, or hashable
-            constants. Ranks must be known if `any_size`.
+        function: The function. It must use only tensors that are arguments,
+            and no collectives.
+        args: Tensors, or nests of these. Ranks must be known if `any_size`.
         any_size: True to trace once for all sizes. Static sizes of the results
             are then unknown; the caller can restore them with `set_shape`.
         placed: True to call by `PartitionedCall`, to which TensorFlow applies
@@ -134,22 +74,20 @@ def shared_call(
     if not graphs or key is None:
         return function(*args)
     traces = graph_attribute(graphs[-1], _SHARED, dict)
-    nests = [_to_nest(arg) for arg in args]
-    leaves = tf.nest.flatten(nests)
-    specs = [_LeafSpec.from_leaf(leaf, any_size) for leaf in leaves]
-    constants = [arg for arg in args if _is_constant(arg)]
-    full_key = key, *constants, *specs
-    if full_key not in traces:
-
-        def call(*nests: Any) -> T:
-            return function(*map(_from_nest, args, nests))
-
-        traces[full_key] = _trace(call, nests, specs)
-    traced = traces[full_key]
-    tensors = [
-        leaf.handle if spec.is_variable else tf.convert_to_tensor(leaf)
-        for leaf, spec in zip(leaves, specs, strict=True)
+    tensors = [tf.convert_to_tensor(x) for x in tf.nest.flatten(args)]
+    specs = [
+        tf.TensorSpec([None] * x.shape.rank if any_size else x.shape, x.dtype)
+        for x in tensors
     ]
+    full_key = key, *specs
+    if full_key not in traces:
+        structure = tf.nest.map_structure(lambda _: None, args)
+
+        def flat(*tensors: tf.Tensor) -> T:
+            return function(*tf.nest.pack_sequence_as(structure, tensors))
+
+        traces[full_key] = not_inlined(flat, specs).get_concrete_function()
+    traced = traces[full_key]
     if _on_one_device() and not placed:
         outputs = _call_as_operation(traced.inference_fn, tensors)
     else:
@@ -185,76 +123,19 @@ def _call_as_operation(
         name="Call",
         op_def=function.cached_definition.signature,
     )
-    _mark_read_only_inputs(operation, function.graph)
     for tensor, spec in zip(operation.outputs, output_specs, strict=True):
         tensor.set_shape(spec.shape)
     return list(operation.outputs)
 
 
-def _mark_read_only_inputs(
-    call: tf.Operation, body: tf.Graph, offset: int = 0
-) -> None:
-    """Mark variables that a call only reads, so that other reads do not wait.
-
-    The inputs of the body begin at input `offset` of the call.
-    """
+def _mark_read_only_inputs(condition: tf.Operation, body: tf.Graph) -> None:
+    """Mark variables that a branch only reads: other reads need not wait."""
     find = auto_control_deps_utils.get_read_only_resource_input_indices_graph
     set_int_list_attr(
-        call,
+        condition,
         auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR,
-        [offset + index for index in find(body)],
+        [1 + index for index in find(body)],  # input 0 is the predicate
     )
-
-
-class _LeafSpec(NamedTuple):
-    """Dtype and shape of a tensor or variable argument."""
-
-    is_variable: bool
-    dtype: tf.DType
-    shape: tuple[int | None, ...]
-
-    @classmethod
-    def from_leaf(cls, leaf: Any, any_size: bool) -> Self:
-        """Return the spec of a leaf; sizes are None if `any_size`."""
-        sizes = [None] * leaf.shape.rank if any_size else leaf.shape.as_list()
-        return cls(isinstance(leaf, tf.Variable), leaf.dtype, tuple(sizes))
-
-    @property
-    def tensor_spec(self) -> tf.TensorSpec:
-        """Spec of the tensor that is passed; for a variable, its handle."""
-        if self.is_variable:
-            return tf.TensorSpec([], tf.resource)
-        return tf.TensorSpec(self.shape, self.dtype)
-
-    def restore(self, tensor: tf.Tensor) -> tf.Tensor | tf.Variable:
-        """Return the tensor, or rebuild the variable from its handle."""
-        if not self.is_variable:
-            return tensor
-        shape = tf.TensorShape(self.shape)
-        data = handle_data_util.create_handle_data(shape, self.dtype)
-        handle_data_util.set_handle_data(tensor, data)
-        return ResourceVariable(
-            trainable=False, shape=shape, dtype=self.dtype, handle=tensor
-        )
-
-
-def _trace(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    specs: Sequence[_LeafSpec],
-) -> Any:
-    """Trace a function of flat arguments with the given specs."""
-    structure = tf.nest.map_structure(lambda _: None, args)
-
-    def flat(*tensors: tf.Tensor) -> Any:
-        leaves = [
-            spec.restore(tensor)
-            for spec, tensor in zip(specs, tensors, strict=True)
-        ]
-        return function(*tf.nest.pack_sequence_as(structure, leaves))
-
-    signature = [spec.tensor_spec for spec in specs]
-    return not_inlined(flat, signature).get_concrete_function()
 
 
 @contextlib.contextmanager
@@ -331,7 +212,7 @@ def when(predicate: tf.Tensor, do: Callable[[], object]) -> list[tf.Operation]:
         ),
         else_branch=_add_branch(f"{name}_otherwise", function, empty=True),
     )
-    _mark_read_only_inputs(condition, function.graph, offset=1)
+    _mark_read_only_inputs(condition, function.graph)
     condition._set_attr(
         "_lower_using_switch_merge", tf.compat.v1.AttrValue(b=not one_device)
     )

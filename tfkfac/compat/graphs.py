@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import tensorflow as tf
@@ -22,6 +22,7 @@ except ImportError:  # from Keras 3.16 on
 T = TypeVar("T")
 Moments = tuple[tf.Tensor, tf.Tensor]  # mean and variance
 Sum = Callable[[tf.Tensor], tf.Tensor]
+_VALUES = "_tfkfac_values"  # graph attribute with the values of a graph
 # Operations whose outputs share the memory of their inputs.
 _VIEWS = ("Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient")
 
@@ -204,6 +205,18 @@ def graph_attribute(graph: tf.Graph, name: str, make: Callable[[], T]) -> T:
     if not hasattr(graph, name):
         setattr(graph, name, make())
     value: T = getattr(graph, name)
+    return value
+
+
+def once_per_graph(key: Hashable, make: Callable[[], T]) -> T:
+    """Return `make()`; a graph computes it once per key."""
+    if tf.executing_eagerly():
+        return make()
+    graph = tf.compat.v1.get_default_graph()
+    values = graph_attribute(graph, _VALUES, dict)
+    if key not in values:
+        values[key] = make()
+    value: T = values[key]
     return value
 
 

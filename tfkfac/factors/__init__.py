@@ -10,7 +10,6 @@ from tfkfac.factors.base import (
     Part,
     Side,
     Tensors,
-    trace_key,
 )
 from tfkfac.factors.low_rank import Limit, LowRank
 from tfkfac.factors.matrices import Dense, Diagonal, Stack
@@ -27,5 +26,4 @@ __all__ = [
     "Side",
     "Stack",
     "Tensors",
-    "trace_key",
 ]

@@ -3,13 +3,12 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping
-from typing import ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.compat.functions import TraceKey
 from tfkfac.linalg.symmetric import pack, packed_size, unpack
 
 
@@ -148,6 +147,9 @@ class Factor(abc.ABC):
     tensors can be summed over rows, calls and workers, and averaged over time.
     A `Factor` holds no tensor; its methods take the stored tensor as `value`.
 
+    Except for `gram` and the specs, all methods also accept stacks: every
+    tensor then has a first axis more, that of blocks with equal factors.
+
     A decomposition is a dict of tensors by suffix; the main tensor has the
     empty suffix. `solver="inverse"` uses `inverse` and `multiply`, in spectral
     steps `root` and `multiply_root`; `solver="eigen"` uses `eigen` and
@@ -155,12 +157,9 @@ class Factor(abc.ABC):
 
     Attributes:
         size: Number of rows of the matrix.
-        any_size: True if factors of this type and any size can share a traced
-            function.
     """
 
     size: int
-    any_size: ClassVar[bool] = True
 
     # --------------------------------------------------------------- storage
     @property
@@ -345,18 +344,3 @@ class Factor(abc.ABC):
             side: Side of the gradient on which the factor is multiplied.
         """
         return values
-
-
-def trace_key(factors: Mapping[str, Factor], key: Hashable) -> TraceKey:
-    """Trace key of a block; equal if the factors differ only in size.
-
-    Factor types without `any_size` need equal sizes, too.
-
-    Args:
-        factors: The block's factors by name.
-        key: Distinguishes blocks with equal factors.
-    """
-    if all(factor.any_size for factor in factors.values()):
-        types = tuple((name, type(factor)) for name, factor in factors.items())
-        return TraceKey((key, types))
-    return TraceKey((key, tuple(factors.items())), any_size=False)

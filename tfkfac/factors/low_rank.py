@@ -16,11 +16,11 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.compat.functions import shared_call
+from tfkfac.compat.graphs import once_per_graph
 from tfkfac.factors.base import VALUES, Factor, MatrixPart, Part, Side, Tensors
 from tfkfac.factors.matrices import Dense, Stack
 from tfkfac.linalg.symmetric import eigh, symmetrize
-from tfkfac.linalg.tensors import all_finite, nan_unless, rounding
+from tfkfac.linalg.tensors import nan_unless, rounding
 
 
 def probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
@@ -30,6 +30,12 @@ def probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
     2011, section 4.6), equal on all workers and in all runs. The graph stores
     only signs and frequencies and computes the matrix.
     """
+    key = "probes", size, rank, dtype
+    return once_per_graph(key, lambda: _probes(size, rank, dtype))
+
+
+def _probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
+    """Compute the result of `probes`."""
     signs, frequencies = _random_transform(size, rank)
     # Compute the angles in integers: float32 cannot represent the products.
     odd = tf.expand_dims(tf.range(1, 2 * size, 2, tf.int64), 1)
@@ -104,7 +110,6 @@ class LowRank(Factor):
     rank: int
     stack_shape: tuple[int, ...] = ()
 
-    any_size: ClassVar[bool] = False  # `probes` depend on the static size
     whole_size: ClassVar[int] = 0
 
     @property
@@ -135,12 +140,7 @@ class LowRank(Factor):
     # ---------------------------------------------------------------- values
     @override
     def gram(self, rows: tf.Tensor) -> tf.Tensor:
-        rows = tf.reshape(rows, [-1, *self.stack_shape, self.size])
-        return shared_call(
-            ("sketch", self),
-            lambda rows: self.repeated_gram(rows.dtype)(rows),
-            rows,
-        )
+        return self.repeated_gram(rows.dtype)(rows)
 
     @override
     def repeated_gram(
@@ -187,8 +187,11 @@ class LowRank(Factor):
 
     def _split(self, value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Return `F` and `rest` in float64; `rest` has shape `(..., 1, 1)`."""
-        # Make the whole result NaN: `tf.maximum` below may hide a single NaN.
-        wide = nan_unless(all_finite([value]), tf.cast(value, tf.float64))
+        # Make a whole matrix NaN: `tf.maximum` below may hide a single NaN.
+        finite = tf.math.is_finite(
+            tf.reduce_sum(value, [-2, -1], keepdims=True)
+        )
+        wide = nan_unless(finite, tf.cast(value, tf.float64))
         F = nystroem_half(
             wide[..., :-1, :],
             probes(self.size, self.rank, tf.float64),
@@ -209,10 +212,6 @@ class LowRank(Factor):
     @override
     def inverse(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
         """Compute `V` and `c` of `(M + damping I)^-1 = c (I - V V^T)`."""
-        key = "sketch's inverse", self
-        return shared_call(key, self._inverse, value, damping)
-
-    def _inverse(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
         return _stored(*self._correction(value, damping), value.dtype)
 
     def _correction(
@@ -237,9 +236,6 @@ class LowRank(Factor):
     @override
     def root(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
         """Compute `V` and `c` of the symmetric root `c (I - V V^T)`."""
-        return shared_call(("sketch's root", self), self._root, value, damping)
-
-    def _root(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
         # The inverse is `c (I - V V^T)`. With `V^T V = E e E^T`, its root is
         # `sqrt(c) (I - V' V'^T)`, `V' = V E sqrt((1 - sqrt(1 - e)) / e)`.
         V, scale = self._correction(value, damping)

@@ -2,14 +2,11 @@
 
 import abc
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import ClassVar
 
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.compat.functions import shared_call
 from tfkfac.factors.base import (
     VALUES,
     Factor,
@@ -19,12 +16,7 @@ from tfkfac.factors.base import (
     Tensors,
     TrianglePart,
 )
-from tfkfac.linalg.symmetric import (
-    LARGE,
-    damped_inverse,
-    damped_inverse_root,
-    eigh,
-)
+from tfkfac.linalg.symmetric import damped_inverse, damped_inverse_root, eigh
 from tfkfac.linalg.tensors import rounding
 
 
@@ -59,25 +51,7 @@ class _Matrices(Factor, abc.ABC):
 
     @override
     def inverse(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
-        return self._decompose(damped_inverse, value, damping)
-
-    def _decompose(
-        self,
-        decompose: Callable[..., tf.Tensor],
-        value: tf.Tensor,
-        damping: tf.Tensor,
-    ) -> Tensors:
-        """Call `decompose(matrices, damping)` in a trace for all sizes."""
-        large = self.size >= LARGE  # the traced function has no static sizes
-        result = shared_call(
-            (decompose, large),
-            functools.partial(decompose, large=large),
-            value,
-            damping,
-            any_size=True,
-        )
-        result.set_shape(value.shape)
-        return {"": result}
+        return {"": damped_inverse(value, damping)}
 
     @override
     def for_products(self, inverse: Tensors, dtype: tf.DType) -> Tensors:
@@ -98,7 +72,7 @@ class _Matrices(Factor, abc.ABC):
 
     @override
     def root(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
-        return self._decompose(damped_inverse_root, value, damping)
+        return {"": damped_inverse_root(value, damping)}
 
     @override
     def multiply_root(
@@ -131,9 +105,7 @@ class _Matrices(Factor, abc.ABC):
 
     @override
     def eigen(self, value: tf.Tensor) -> Tensors:
-        values, vectors = shared_call("eigh", eigh, value, any_size=True)
-        values.set_shape(value.shape[:-1])
-        vectors.set_shape(value.shape)
+        values, vectors = eigh(value)
         return {"": vectors, VALUES: values}
 
     @override
@@ -222,7 +194,7 @@ class Diagonal(Factor):
 
     @override
     def mean_eigenvalue(self, value: tf.Tensor) -> tf.Tensor:
-        return tf.reduce_mean(value)
+        return tf.reduce_mean(value, -1)
 
     @override
     def as_matrix(self, value: tf.Tensor) -> tf.Tensor:
@@ -234,11 +206,11 @@ class Diagonal(Factor):
 
     @override
     def inverse(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
-        floor = rounding(value.dtype) * tf.reduce_max(value)
+        floor = rounding(value.dtype) * tf.reduce_max(value, -1)
         shift = tf.maximum(damping, floor)
         # For a zero diagonal and damping 0, return the identity.
         shift = tf.where(shift > 0, shift, tf.ones_like(shift))
-        return {"": 1 / (value + shift)}
+        return {"": 1 / (value + tf.expand_dims(shift, -1))}
 
     @override
     def root(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
@@ -248,8 +220,8 @@ class Diagonal(Factor):
     def multiply(
         self, inverse: Tensors, matrix: tf.Tensor, side: Side
     ) -> tf.Tensor:
-        diagonal = inverse[""]
-        return matrix * (diagonal[:, None] if side == "left" else diagonal)
+        axis = -1 if side == "left" else -2
+        return matrix * tf.expand_dims(inverse[""], axis)
 
     @override
     def divide_root(

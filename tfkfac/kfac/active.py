@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -33,7 +34,6 @@ class ActiveBlock:
     position: int
     """Position among all blocks."""
     block: Block
-    state: Preconditioner
     indices: tuple[int, ...]
     """Indices of the block's gradients in the step's list."""
     used: Block
@@ -43,7 +43,7 @@ class ActiveBlock:
     explained: tf.Tensor | None = None
     """True if the gradients match a recorded pass; None if not checked."""
     rows: RowGradient | None = None
-    """Rows (a, g) of the gradient `a^T g`; None for a dense gradient."""
+    """Rows (a, g) of the gradient `a^T g`, a stack of one; or None."""
     row_limit: int = 0
     """Largest number of rows that are cheaper than the dense gradient."""
     output_scale: tf.Tensor | None = None
@@ -55,10 +55,50 @@ class ActiveBlock:
             return damping
         return damping / tf.cast(tf.square(self.output_scale), damping.dtype)
 
+
+@dataclasses.dataclass(frozen=True)
+class ActiveGroup:
+    """Active blocks of a group, and the rows of their state."""
+
+    state: Preconditioner
+    rows: Sequence[int]
+    layers: Sequence[ActiveBlock]
+
+    @property
+    def positions(self) -> list[int]:
+        """Positions of the layers among all blocks."""
+        return [layer.position for layer in self.layers]
+
+    @property
+    def has_rows(self) -> bool:
+        """True if the gradients are rows (a, g)."""
+        return self.layers[0].rows is not None
+
+    @property
+    def size(self) -> int:
+        """Number of weights."""
+        shapes = [layer.block.gradient_shape for layer in self.layers]
+        return sum(map(math.prod, shapes))
+
     def precondition(self, gradient: LayerGradient) -> LayerGradient:
-        """Precondition a gradient on a gradient worker."""
+        """Precondition gradients on a gradient worker."""
         assert self.state.decomposition is not None
-        return self.state.decomposition.apply(gradient)
+        return self.state.decomposition.apply(self.rows, gradient)
+
+
+def active_groups(
+    layers: Sequence[ActiveBlock], state: State
+) -> list[ActiveGroup]:
+    """Group active blocks by their state."""
+    by_position = {layer.position: layer for layer in layers}
+    groups = []
+    for group in state.preconditioners:
+        places = enumerate(group.positions)
+        rows = [row for row, i in places if i in by_position]
+        if rows:
+            active = [by_position[group.positions[row]] for row in rows]
+            groups.append(ActiveGroup(group, rows, active))
+    return groups
 
 
 def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
@@ -69,11 +109,10 @@ def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
     key_of = functools.partial(variable_key, step.job.inner_optimizer)
     pairs = zip(step.variables, step.gradients, strict=True)
     index = {key_of(v): i for i, (v, g) in enumerate(pairs) if g is not None}
-    layers = {id(p.block.layer): p.block.layer for p in state.preconditioners}
+    layers = {id(block.layer): block.layer for block in state.blocks}
     calls = {key: Tap.calls(layer) for key, layer in layers.items()}
     blocks = []
-    for position, preconditioner in enumerate(state.preconditioners):
-        block = preconditioner.block
+    for position, block in enumerate(state.blocks):
         gradient_indices = [index.get(key_of(v)) for v in block.variables]
         indices = tuple(i for i in gradient_indices if i is not None)
         if not indices:
@@ -89,7 +128,6 @@ def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
             ActiveBlock(
                 position,
                 block,
-                preconditioner,
                 indices,
                 used,
                 records,
@@ -122,8 +160,12 @@ def report_unexplained(
     active: Sequence[ActiveBlock], counters: Counters
 ) -> None:
     """Count gradients that match no recorded backward pass."""
-    explained = {block.position: block.explained for block in active}
-    if any(flag is not None for flag in explained.values()):
+    explained = [
+        ([layer.position], layer.explained[None])
+        for layer in active
+        if layer.explained is not None
+    ]
+    if explained:
         count_each(
             tf.logical_not(counters.flags(explained)),
             counters.unexplained,
@@ -192,36 +234,60 @@ _MIN_ROW_LIMIT = 16
 
 
 def with_rows(
-    active: ActiveBlock, step: Step, has_product: bool
-) -> ActiveBlock:
-    """Represent a gradient `W = a^T g` by (a, g) where that may be cheaper.
+    layers: Sequence[ActiveBlock], state: State, step: Step, has_product: bool
+) -> list[ActiveBlock]:
+    """Represent gradients `W = a^T g` by (a, g) where that may be cheaper.
 
     For few rows, `(a A^-1)^T (g G^-1)` needs fewer multiplications than
     `A^-1 W G^-1`. W is then dropped from the step, so TensorFlow prunes its
-    product; the applied gradient must be exactly this product (`is_product`).
-    Workers whose batches differ in size make the same choice. `has_product`:
-    see `most_rows`.
+    product. The blocks of a group have the same form. `has_product`: see
+    `most_rows`.
     """
-    specs, records = active.block.factors, active.records
-    workers = step.group.size
+    by_position = {layer.position: layer for layer in layers}
+    for group in active_groups(layers, state):
+        rows = [_rows(layer, step, has_product) for layer in group.layers]
+        present = [x for x in rows if x is not None]
+        counts = {x.a.shape[1] for x in present}
+        if len(present) == len(rows) and len(counts) == 1:
+            limit = _row_limit(group.layers[0], step, has_product)
+            for layer, gradient in zip(group.layers, present, strict=True):
+                step.drop_gradients(layer.indices, bound(gradient))
+                by_position[layer.position] = dataclasses.replace(
+                    layer, rows=gradient, row_limit=limit
+                )
+    return list(by_position.values())
+
+
+def _row_limit(layer: ActiveBlock, step: Step, has_product: bool) -> int:
+    """Return the number of rows up to which rows are cheaper."""
+    return most_rows(layer.block.factors, step.group.size, has_product)
+
+
+def _rows(
+    layer: ActiveBlock, step: Step, has_product: bool
+) -> RowGradient | None:
+    """Return the rows of a gradient, or None for a dense gradient.
+
+    The applied gradient must be exactly `a^T g` (`is_product`). Workers whose
+    batches differ in size make the same choice.
+    """
+    specs, records = layer.block.factors, layer.records
     if "A" not in specs or specs["G"].stack_shape or len(records) != 1:
-        return active
-    limit, (record,) = most_rows(specs, workers, has_product), records
-    applied = [step.gradients[i] for i in active.indices]
+        return None
+    limit, (record,) = _row_limit(layer, step, has_product), records
+    applied = [step.gradients[i] for i in layer.indices]
     if limit < _MIN_ROW_LIMIT or not is_product(
         applied, record.inputs, record.gradient
     ):
-        return active
+        return None
     elements = record.gradient.shape.num_elements()
-    if workers == 1 and elements and elements > limit * specs["G"].size:
-        return active
-    a_and_g = active.block.rows(record)
-    rows = RowGradient(
-        tf.reshape(a_and_g.a, [-1, specs["A"].size]),
-        tf.reshape(a_and_g.g, [-1, specs["G"].size]),
+    if step.group.size == 1 and elements and elements > limit * specs["G"].size:
+        return None
+    a_and_g = layer.block.rows(record)
+    return RowGradient(
+        tf.reshape(a_and_g.a, [1, -1, specs["A"].size]),
+        tf.reshape(a_and_g.g, [1, -1, specs["G"].size]),
     )
-    step.drop_gradients(active.indices, bound(rows))
-    return dataclasses.replace(active, rows=rows, row_limit=limit)
 
 
 def bound(rows: RowGradient) -> tf.Tensor:

@@ -56,6 +56,7 @@ from tfkfac.loss.targets import label_count
 from tfkfac.loss.terms import has_free_scale
 from tfkfac.saving.slots import Slots
 from tfkfac.shell.rest import LENGTH
+from tfkfac.shell.small_rates import RATE
 from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step
 
@@ -248,3 +249,77 @@ class SpectralLength(Slots):
         average = tf.maximum(new, _MEMORY * old + (1 - _MEMORY) * new)
         usable &= tf.math.is_finite(average)
         self.ratio.assign(tf.where(usable, average, self.ratio))
+
+
+# --------------------------------------------------- metrics of a step
+class Clip(NamedTuple):
+    """Clip factor of one step, and the squared length before the clip."""
+
+    factor: tf.Tensor
+    """Factor that multiplies the preconditioned gradients."""
+    length: tf.Tensor
+    """Squared Fisher length of the step before the clip."""
+
+
+# Names of the step metrics; a metric is NaN where it does not apply.
+_NAMES = ("clip_factor", "length", "damping")
+# Print the clip hint in step `HINT_STEP` if in at least `MIN_CLIPPED` steps the
+# clip factor was below `LOW_FACTOR` and the squared length over `_LONG`.
+HINT_STEP, MIN_CLIPPED, LOW_FACTOR, _LONG = 20, 12, 0.1, 2.0
+# Count a step for the hint on the scale of the inputs if its clip factor times
+# `max(1, learning rate / RATE)` is below this bound. On raw pixels, dense
+# layers of 64 units have factors of 0.1 to 0.15 from step 6 on.
+LOW_SCALED_FACTOR = 0.25
+
+
+class StepReport(Slots):
+    """Metrics of the last step, in variables of one replica.
+
+    Attributes:
+        clipped: Number of the first steps with a clip factor below `LOW_FACTOR`
+            and a squared length over `_LONG`.
+        short: Number of the first steps with a scaled clip factor below
+            `LOW_SCALED_FACTOR`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("report")
+        self.steps = self.slot("reported_steps", saved=False)
+        self.clipped = self.slot("clipped_steps", saved=False)
+        self.short = self.slot("short_steps", saved=False)
+        self.hints = self.slot("clip_hints", saved=False)
+        self._values = {
+            name: self.slot(name, (), "float64", saved=False) for name in _NAMES
+        }
+
+    def record(
+        self, clip: Clip, damping: tf.Tensor, rate: tf.Tensor | None
+    ) -> tf.Tensor:
+        """Record the metrics of a step.
+
+        Returns True in step `HINT_STEP` if most steps up to it were short.
+        `rate` is SGD's learning rate, or None for another inner optimizer.
+        """
+        length = tf.square(clip.factor) * clip.length
+        self.assign(clip_factor=clip.factor, length=length, damping=damping)
+        is_early = self.steps <= HINT_STEP
+        is_clipped = (clip.factor < LOW_FACTOR) & (clip.length > _LONG)
+        self.clipped.assign_add(tf.cast(is_early & is_clipped, tf.int64))
+        is_short = is_clipped
+        if rate is not None:
+            scaled = clip.factor * tf.cast(rate / RATE, clip.factor.dtype)
+            is_short |= tf.maximum(scaled, clip.factor) < LOW_SCALED_FACTOR
+        self.short.assign_add(tf.cast(is_early & is_short, tf.int64))
+        return tf.equal(self.steps, HINT_STEP) & (self.short >= MIN_CLIPPED)
+
+    def assign(self, **values: tf.Tensor) -> None:
+        """Assign metrics of a step, by name."""
+        for name, value in values.items():
+            self._values[name].assign(tf.cast(value, tf.float64))
+        self.steps.assign_add(1)
+
+    def values(self) -> dict[str, float]:
+        """Return the metrics of the last step; empty before the first step."""
+        if int(self.steps.numpy()) == 0:
+            return {}
+        return {name: float(v.numpy()) for name, v in self._values.items()}

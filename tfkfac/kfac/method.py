@@ -2,7 +2,7 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -22,6 +22,7 @@ from tfkfac.kfac import report
 from tfkfac.kfac.active import (
     ActiveBlock,
     active_blocks,
+    active_groups,
     batch_statistics,
     divide_output_statistics,
     in_stages,
@@ -30,7 +31,6 @@ from tfkfac.kfac.active import (
     scale_outputs,
     with_rows,
 )
-from tfkfac.kfac.averages import Pending
 from tfkfac.kfac.length import Batch
 from tfkfac.kfac.natural import Natural, count_invalid
 from tfkfac.kfac.placement import (
@@ -43,7 +43,7 @@ from tfkfac.kfac.placement import (
 from tfkfac.kfac.scales import Moments
 from tfkfac.kfac.settings import AUTO, Distribution, KFACSettings
 from tfkfac.kfac.spectral import Spectral
-from tfkfac.kfac.state import State, local_factors
+from tfkfac.kfac.state import Pending, State, local_factors
 from tfkfac.loss.batch import trace_nested_calls
 from tfkfac.loss.terms import recognized
 from tfkfac.saving.entries import Contents
@@ -120,8 +120,7 @@ class KFACMethod(Method):
         by_rows = self.placement.takes_rows and state.pending is None
         by_rows = by_rows and not in_xla()
         if by_rows and self._rule.takes_rows(step.group.size):
-            has_product = self._rule.has_product
-            layers = [with_rows(x, step, has_product) for x in layers]
+            layers = with_rows(layers, state, step, self._rule.has_product)
         self._report_losses(step)
         if not self.job.terms_of(step.batch):
             is_passed = step.batch.value is not None
@@ -181,7 +180,9 @@ class KFACMethod(Method):
             # stages are sent. The stages are not nested in one another: a
             # branch would capture all tensors of the branches inside of it.
             exchange = self.placement.exchange
-            preconditioned = rule.directions(first, step, exchange, damping)
+            preconditioned = rule.directions(
+                active_groups(first, state), step, exchange, damping
+            )
             for stage in later_stages:
                 updated.append(
                     self.update_inverses(
@@ -189,7 +190,7 @@ class KFACMethod(Method):
                     )
                 )
                 preconditioned += rule.directions(
-                    stage, step, exchange, damping
+                    active_groups(stage, state), step, exchange, damping
                 )
             any_updated = tf.cast(tf.reduce_any(updated), tf.int64)
             state.inverse_updates.assign_add(any_updated)
@@ -354,28 +355,36 @@ class KFACMethod(Method):
         if not layers:
             return tf.constant(False)
         state, counters = self._state, self._state.counters
-        dampings = {layer.position: layer.damping(damping) for layer in layers}
-        of_groups = [groups_due[i] for i in self.placement.schedule_groups]
-        due = tf.stack(of_groups) | requested
+        positions = [layer.position for layer in layers]
+        places = range(len(self.placement.blocks))
+        due = tf.gather(tf.stack(groups_due), self.placement.schedule_groups)
+        due |= requested
         due &= (counters.observed > 0) & step.finite
-        due &= tf.constant([i in dampings for i in range(len(of_groups))])
+        due &= tf.constant([i in positions for i in places])
+        dampings = tf.fill([len(places)], damping)
+        for layer in layers:
+            if layer.output_scale is not None:
+                is_layer = tf.constant([i == layer.position for i in places])
+                scaled = layer.damping(damping)
+                dampings = tf.where(is_layer, scaled, dampings)
         if self._defers_inverses and in_xla():
-            self._deferred.update(dampings)
+            self._deferred.update(positions)
             state.defer(due, dampings)
         else:
-            self.decompose(due, dampings, step.group)
+            self.decompose(due, positions, dampings, step.group)
         return tf.reduce_any(due)
 
     def decompose(
         self,
         due: tf.Tensor,
-        dampings: Mapping[int, tf.Tensor],
+        positions: Sequence[int],
+        dampings: tf.Tensor,
         group: Communicator,
     ) -> None:
         """Recompute the inverses that are due, one schedule group at a time."""
         state, placement = self._state, self.placement
         schedule_groups = defaultdict(list)
-        for i in dampings:
+        for i in positions:
             schedule_groups[placement.schedule_groups[i]].append(i)
         for _, positions in sorted(schedule_groups.items()):
             group_due = due & tf.constant(
@@ -411,10 +420,8 @@ class KFACMethod(Method):
         counters, group = self._state.counters, self.job.group("inverses")
 
         def decompose_deferred() -> None:
-            due = counters.deferred > 0
-            dampings = tf.unstack(counters.dampings.value())
-            positions = sorted(self._deferred)
-            self.decompose(due, {i: dampings[i] for i in positions}, group)
+            due, dampings = counters.deferred > 0, counters.dampings.value()
+            self.decompose(due, sorted(self._deferred), dampings, group)
             counters.deferred.assign(tf.zeros_like(counters.deferred))
 
         when(tf.reduce_any(counters.deferred > 0), decompose_deferred)

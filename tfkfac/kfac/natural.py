@@ -3,8 +3,7 @@
 A gradient is preconditioned as a matrix, or as rows (a, g) with `W = a^T g`.
 """
 
-import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -13,25 +12,24 @@ import tensorflow as tf
 from tfkfac.blocks import Block, LayerGradient, MatrixGradient, RowGradient
 from tfkfac.blocks.embedding import EmbeddingBlock, PositionEmbeddingBlock
 from tfkfac.blocks.registry import Registry
-from tfkfac.compat.functions import shared_call, when
+from tfkfac.compat.functions import when
 from tfkfac.compat.models import replica_variable
 from tfkfac.compat.optimizers import is_decayed, knows_variable
 from tfkfac.factors import Limit
-from tfkfac.kfac.active import ActiveBlock
-from tfkfac.kfac.length import Batch
-from tfkfac.kfac.placement import Exchange, Placement
-from tfkfac.kfac.scales import Moments
-from tfkfac.kfac.state import (
+from tfkfac.kfac.active import ActiveBlock, ActiveGroup
+from tfkfac.kfac.length import (
     HINT_STEP,
     LOW_FACTOR,
     LOW_SCALED_FACTOR,
     MIN_CLIPPED,
+    Batch,
     Clip,
-    Counters,
-    State,
     StepReport,
 )
-from tfkfac.linalg.tensors import stack_scalars
+from tfkfac.kfac.placement import Exchange, Placement
+from tfkfac.kfac.scales import Moments
+from tfkfac.kfac.state import Counters, State
+from tfkfac.linalg.tensors import unstacked
 from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
@@ -41,15 +39,16 @@ TABLES = (EmbeddingBlock, PositionEmbeddingBlock)
 
 
 class Preconditioned(NamedTuple):
-    """Preconditioned gradient P of a block, before the clip."""
+    """Preconditioned gradients P of a group, before the clip."""
 
-    layer: ActiveBlock
+    group: ActiveGroup
     gradient: LayerGradient
     """P; in spectral steps the direction D."""
     product: tf.Tensor
-    """`<P, W>`; in spectral steps `|Q|^2`. The squared Fisher length of P."""
+    """`<P, W>` per layer; in spectral steps `|Q|^2`. The squared Fisher length
+    of P."""
     valid: tf.Tensor
-    """Scalar bool, False if P was invalid and is replaced by W."""
+    """Bool per layer, False if P was invalid and is replaced by W."""
 
 
 class Natural:
@@ -118,17 +117,17 @@ class Natural:
 
     def directions(
         self,
-        layers: Sequence[ActiveBlock],
+        groups: Sequence[ActiveGroup],
         step: Step,
         exchange: Exchange,
         damping: tf.Tensor,
     ) -> list[Preconditioned]:
         """Compute the directions of the blocks, before scaling."""
-        row_layers = [layer for layer in layers if layer.rows is not None]
-        dense_layers = [layer for layer in layers if layer.rows is None]
+        by_rows = [group for group in groups if group.has_rows]
+        dense = [group for group in groups if not group.has_rows]
         return [
-            *precondition_rows(row_layers, step, damping),
-            *precondition_matrices(dense_layers, step, exchange, damping),
+            *precondition_rows(by_rows, step, damping),
+            *precondition_matrices(dense, step, exchange, damping),
         ]
 
     def gradients(
@@ -172,7 +171,8 @@ class Natural:
         if limit is not None and isinstance(optimizer, keras.optimizers.SGD):
             hint_rate = rate
         hint_due = state.report.record(clip, damping, hint_rate)
-        layers, limit = [x.layer for x in directions], self._clip.get()
+        layers = [x for direction in directions for x in direction.group.layers]
+        limit = self._clip.get()
         when(hint_due, lambda: hint_at_clip(layers, step, state.report, limit))
         return replace_gradients(directions, clip.factor, step.gradients)
 
@@ -254,10 +254,10 @@ def clip_step(
 
     `lr^2 <P, W>` is the squared length of a step in the Fisher metric, about
     twice the change of the model's predictions in nats (Distributed K-FAC,
-    eq. 16). `products` has `<P, W>` per block. The clip is 1 if the length is 0
-    or `kl_clip` is None.
+    eq. 16). `products` has `<P, W>` of the blocks of each group. The clip
+    is 1 if the length is 0 or `kl_clip` is None.
     """
-    total = tf.abs(tf.reduce_sum(stack_scalars(products)))
+    total = tf.abs(total_of(products))
     length = tf.square(tf.cast(learning_rate, tf.float64)) * total
     if kl_clip is None:
         return Clip(tf.ones_like(length), length)
@@ -266,8 +266,14 @@ def clip_step(
     return Clip(factor, length)
 
 
+def total_of(products: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return the sum of vectors, in float64."""
+    wide = [tf.cast(vector, tf.float64) for vector in products]
+    return tf.reduce_sum(tf.concat(wide, 0))
+
+
 def precondition_matrices(
-    layers: Sequence[ActiveBlock],
+    groups: Sequence[ActiveGroup],
     step: Step,
     exchange: Exchange,
     damping: tf.Tensor,
@@ -277,57 +283,57 @@ def precondition_matrices(
     All workers have the reduced W. Workers with the decomposition of a block
     compute its P and send it to the others.
     """
-    plain, preconditioned = matrix_pairs(layers, step)
-    positions = [layer.position for layer in layers]
-    pairs = zip(positions, preconditioned, strict=True)
-    local = {i: [P] for i, P in pairs if P is not None}
-    received = exchange.share_gradients(step.group, local, positions)
-    results = []
-    for layer, W in zip(layers, plain, strict=True):
-        P, product, valid = shared_call(
-            "check",
-            _check_matrices,
-            W,
-            received[layer.position][0],
-            damping,
-            any_size=True,
-        )
-        P.set_shape(layer.block.gradient_shape)
-        results.append(Preconditioned(layer, MatrixGradient(P), product, valid))
-    return results
+    plain = [matrices_of(group, step) for group in groups]
+    local = [
+        [group.precondition(W).matrix]
+        if group.state.decomposition is not None
+        else None
+        for group, W in zip(groups, plain, strict=True)
+    ]
+    received = share(groups, local, step, exchange)
+    return [
+        Preconditioned(group, *check(W, MatrixGradient(P), damping))
+        for group, W, (P,) in zip(groups, plain, received, strict=True)
+    ]
 
 
-def matrix_pairs(
-    layers: Sequence[ActiveBlock], step: Step
-) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
-    """Return W and P of each block; P is None without a local decomposition."""
-    scales = _cast(_reciprocal(step.loss.unit), layers)
-    plain: list[tf.Tensor] = []
-    preconditioned: list[tf.Tensor | None] = []
-    for layer, scale in zip(layers, scales, strict=True):
-        block, decomposition = layer.block, layer.state.decomposition
-        gradients = [step.gradients[i] for i in layer.indices]
-        matrix = shared_call(
-            _form_key("matrix", block), block.to_matrix, gradients
-        )
-        if decomposition is None:
-            W, P = matrix * scale, None
-        else:
-            W, P = decomposition.precondition(matrix, scale)
-            P.set_shape(block.gradient_shape)
-        W.set_shape(block.gradient_shape)
-        plain.append(W)
-        preconditioned.append(P)
-    return plain, preconditioned
+def share(
+    groups: Sequence[ActiveGroup],
+    local: Sequence[Sequence[tf.Tensor] | None],
+    step: Step,
+    exchange: Exchange,
+) -> list[Sequence[tf.Tensor]]:
+    """Return stacks of all groups; workers that have them send them."""
+    positions = [i for group in groups for i in group.positions]
+    if not exchange.sends_gradients(positions):
+        return [stacks for stacks in local if stacks is not None]
+    sent: dict[int, Sequence[tf.Tensor]] = {}
+    for group, stacks in zip(groups, local, strict=True):
+        by_layer = zip(*map(unstacked, stacks or ()), strict=True)
+        sent |= zip(group.positions, by_layer, strict=False)
+    received = exchange.share_gradients(step.group, sent, positions)
+    return [
+        [
+            tf.stack(tensors)
+            for tensors in zip(*(received[i] for i in x.positions), strict=True)
+        ]
+        for x in groups
+    ]
 
 
-def _form_key(target: str, block: Block) -> Hashable:
-    """Return the cache key for conversions of gradients to `target`."""
-    return None if block.form is None else (target, block.form)
+def matrices_of(group: ActiveGroup, step: Step) -> MatrixGradient:
+    """Return W of the layers of a group with dense gradients."""
+    matrices = [
+        layer.block.to_matrix([step.gradients[i] for i in layer.indices])
+        for layer in group.layers
+    ]
+    W = tf.stack(matrices)
+    W.set_shape([len(matrices), *group.layers[0].block.gradient_shape])
+    return MatrixGradient(W).scaled(_reciprocal(step.loss.unit))
 
 
 def precondition_rows(
-    layers: Sequence[ActiveBlock], step: Step, damping: tf.Tensor
+    groups: Sequence[ActiveGroup], step: Step, damping: tf.Tensor
 ) -> list[Preconditioned]:
     """Precondition row gradients; every worker is a gradient worker.
 
@@ -335,101 +341,127 @@ def precondition_rows(
     gradient, and the results are summed.
     """
 
-    def compute(layer: ActiveBlock, W: LayerGradient) -> tuple[Any, ...]:
-        return check(W, layer.precondition(W), damping)
+    def compute(group: ActiveGroup, W: LayerGradient) -> tuple[Any, ...]:
+        return check(W, group.precondition(W), damping)
 
-    rows = [scale_rows(layer, step) for layer in layers]
+    rows = [scale_rows(group, step) for group in groups]
     results = [
-        Preconditioned(layer, *result)
-        for layer, result in zip(
-            layers, apply_cheaper(compute, layers, rows), strict=True
+        Preconditioned(group, *result)
+        for group, result in zip(
+            groups, apply_cheaper(compute, groups, rows), strict=True
         )
     ]
-    if step.group.size == 1 or not layers:
+    if step.group.size == 1 or not groups:
         return results
     sums = step.group.all_reduce([x.gradient.matrix for x in results])
-    gradients = [MatrixGradient(total) for total in sums]
-    pairs = zip(rows, gradients, strict=True)
-    products = step.group.all_reduce([W.inner(P) for W, P in pairs])
+    products = [
+        tf.concat(
+            [
+                W.inner(MatrixGradient(matrix))
+                for W, matrix in zip(Ws, tf.split(P, len(Ws)), strict=True)
+            ],
+            0,
+        )
+        for Ws, P in zip(rows, sums, strict=True)
+    ]
+    products = step.group.all_reduce(products)
     return [
-        x._replace(gradient=P, product=product)
-        for x, P, product in zip(results, gradients, products, strict=True)
+        x._replace(gradient=MatrixGradient(P), product=product)
+        for x, P, product in zip(results, sums, products, strict=True)
     ]
 
 
 def apply_cheaper(
-    compute: Callable[[ActiveBlock, LayerGradient], tuple[Any, ...]],
-    layers: Sequence[ActiveBlock],
-    rows: Sequence[RowGradient],
+    compute: Callable[[ActiveGroup, LayerGradient], tuple[Any, ...]],
+    groups: Sequence[ActiveGroup],
+    rows: Sequence[Sequence[RowGradient]],
 ) -> list[tuple[Any, ...]]:
-    """Call `compute` with the cheaper form of each gradient: rows or matrix.
+    """Call `compute` with the cheaper form of gradients: rows or matrices.
 
     `compute` returns a gradient, followed by tensors.
     """
     results: dict[int, tuple[Any, ...]] = {}
     undecided: dict[int, list[int]] = {}
-    for i, (layer, W) in enumerate(zip(layers, rows, strict=True)):
-        num_rows = W.a.shape[0]
+    for i, (group, gradients) in enumerate(zip(groups, rows, strict=True)):
+        num_rows, limit = gradients[0].a.shape[1], group.layers[0].row_limit
         if num_rows is None:
             # Round down to a power of two: similar blocks share a branch.
-            limit = 1 << (layer.row_limit.bit_length() - 1)
+            limit = 1 << (limit.bit_length() - 1)
             undecided.setdefault(limit, []).append(i)
-        elif num_rows <= layer.row_limit:
-            results[i] = compute(layer, W)
+        elif num_rows <= limit:
+            results[i] = compute(group, joined(gradients))
         else:
-            results[i] = compute(layer, MatrixGradient(W.matrix))
-    for limit, group in undecided.items():
-        pairs = [(layers[i], rows[i]) for i in group]
+            results[i] = compute(group, _as_matrices(gradients))
+    for limit, indices in undecided.items():
+        pairs = [(groups[i], rows[i]) for i in indices]
         results.update(
-            zip(group, _apply_at_runtime(compute, pairs, limit), strict=True)
+            zip(indices, _apply_at_runtime(compute, pairs, limit), strict=True)
         )
-    return [results[i] for i in range(len(layers))]
+    return [results[i] for i in range(len(groups))]
 
 
 def _apply_at_runtime(
-    compute: Callable[[ActiveBlock, LayerGradient], tuple[Any, ...]],
-    pairs: Sequence[tuple[ActiveBlock, RowGradient]],
+    compute: Callable[[ActiveGroup, LayerGradient], tuple[Any, ...]],
+    pairs: Sequence[tuple[ActiveGroup, Sequence[RowGradient]]],
     limit: int,
 ) -> list[tuple[Any, ...]]:
-    """Choose rows or matrices at run time, by the number of rows."""
+    """Choose rows or matrices at run time, by the number of rows.
+
+    Layers of a group with different numbers of rows have matrices.
+    """
 
     def by_rows() -> list[tuple[Any, ...]]:
-        results = [compute(layer, W) for layer, W in pairs]
+        results = [compute(group, joined(rows)) for group, rows in pairs]
         return [(P.matrix, *tensors) for P, *tensors in results]
 
     def by_matrices() -> list[tuple[Any, ...]]:
-        results = [compute(x, MatrixGradient(W.matrix)) for x, W in pairs]
+        results = [compute(group, _as_matrices(rows)) for group, rows in pairs]
         return [(P.matrix, *tensors) for P, *tensors in results]
 
-    counts = tf.stack([tf.shape(W.a)[0] for _, W in pairs])
-    results = tf.cond(tf.reduce_max(counts) <= limit, by_rows, by_matrices)
+    is_small = tf.constant(True)
+    for _, rows in pairs:
+        counts = tf.stack([tf.shape(W.a)[1] for W in rows])
+        is_small &= tf.reduce_max(counts) <= limit
+        is_small &= tf.reduce_all(tf.equal(counts, counts[0]))
+    results = tf.cond(is_small, by_rows, by_matrices)
     return [(MatrixGradient(matrix), *tensors) for matrix, *tensors in results]
 
 
-def scale_rows(layer: ActiveBlock, step: Step) -> RowGradient:
+def joined(gradients: Sequence[RowGradient]) -> RowGradient:
+    """Join row gradients of the layers of a group."""
+    if len(gradients) == 1:
+        return gradients[0]
+    pairs = [(W.a, W.g) for W in gradients]
+    return RowGradient(*(tf.concat(x, 0) for x in zip(*pairs, strict=True)))
+
+
+def _as_matrices(rows: Sequence[RowGradient]) -> MatrixGradient:
+    matrices = [W.matrix for W in rows]
+    return MatrixGradient(
+        tf.concat(matrices, 0) if len(rows) > 1 else matrices[0]
+    )
+
+
+def scale_rows(group: ActiveGroup, step: Step) -> list[RowGradient]:
     """Divide rows by the unit of the loss; weight them by `step.share`."""
-    rows = layer.rows
-    assert rows is not None
+    rows = [layer.rows for layer in group.layers if layer.rows is not None]
     scale, share = _reciprocal(step.loss.unit), step.share
     if share is None:
-        return rows.scaled(scale)
+        return [W.scaled(scale) for W in rows]
     # Without terms (share 0), replace `a` and `g` by 0: they may be NaN.
-    nonzero = tf.cast(share > 0, rows.a.dtype)
-    return RowGradient(
-        tf.math.multiply_no_nan(rows.a, nonzero),
-        tf.math.multiply_no_nan(rows.g, tf.cast(share * scale, rows.g.dtype)),
-    )
+    nonzero = tf.cast(share > 0, rows[0].a.dtype)
+    factor = tf.cast(share * scale, rows[0].g.dtype)
+    return [
+        RowGradient(
+            tf.math.multiply_no_nan(W.a, nonzero),
+            tf.math.multiply_no_nan(W.g, factor),
+        )
+        for W in rows
+    ]
 
 
 def _reciprocal(unit: tf.Tensor) -> tf.Tensor:
     return tf.math.divide_no_nan(tf.ones_like(unit), unit)
-
-
-def _cast(scalar: tf.Tensor, layers: Sequence[ActiveBlock]) -> list[tf.Tensor]:
-    """Cast a scalar to the dtype of each block; one operation per dtype."""
-    dtypes = [layer.block.dtype for layer in layers]
-    casts = {dtype: tf.cast(scalar, dtype) for dtype in set(dtypes)}
-    return [casts[dtype] for dtype in dtypes]
 
 
 def replace_gradients(
@@ -439,28 +471,14 @@ def replace_gradients(
 ) -> Gradients:
     """Replace the gradients of the blocks by `factor` times their direction."""
     replaced = list(gradients)
-    factors = _cast(factor, [direction.layer for direction in directions])
-    for direction, scale in zip(directions, factors, strict=True):
-        layer, P = direction.layer, direction.gradient
-        if isinstance(P, MatrixGradient):
-            new = shared_call(
-                _form_key("weights", layer.block),
-                functools.partial(_scaled_weights, layer.block),
-                P.value,
-                scale,
-            )
-        else:
-            new = layer.block.from_gradient(P.scaled(scale))
-        for i, gradient in zip(layer.indices, new, strict=True):
-            replaced[i] = gradient
+    for direction in directions:
+        layers = direction.group.layers
+        by_layer = direction.gradient.scaled(factor).by_layer()
+        for layer, gradient in zip(layers, by_layer, strict=True):
+            new = layer.block.from_gradient(gradient)
+            for i, weights in zip(layer.indices, new, strict=True):
+                replaced[i] = weights
     return replaced
-
-
-def _scaled_weights(
-    block: Block, matrix: tf.Tensor, factor: tf.Tensor
-) -> list[tf.Tensor]:
-    """Convert `factor` times a gradient matrix to gradients of the weights."""
-    return block.from_gradient(MatrixGradient(matrix).scaled(factor))
 
 
 # P is valid if `|P| <= _SLACK |W| / min(damping, 1)^2`. The slack allows for a
@@ -478,8 +496,8 @@ def check(
     `|P| <= |W| / min(damping, 1)^2`.
 
     Returns:
-        P if valid, else W; the product `<P, W>`; a scalar bool, True if P is
-        valid.
+        P if valid, else W; the product `<P, W>` per layer; a bool per layer,
+        True if P is valid.
     """
     size, plain_size = (tf.cast(x.bound(), tf.float64) for x in (P, W))
     ratio = tf.minimum(damping, 1.0) ** 4  # squared bound: `size` is |P|^2
@@ -488,19 +506,11 @@ def check(
     return P, W.inner(P), valid
 
 
-def _check_matrices(
-    W: tf.Tensor, P: tf.Tensor, damping: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Apply `check` to the matrices W and P of one block."""
-    gradient, product, valid = check(
-        MatrixGradient(W), MatrixGradient(P), damping
-    )
-    return gradient.matrix, product, valid
-
-
-def count_invalid(counters: Counters, blocks: Sequence[Preconditioned]) -> None:
+def count_invalid(
+    counters: Counters, directions: Sequence[Preconditioned]
+) -> None:
     """Count invalid preconditioned gradients; request inverse updates."""
-    valid = {x.layer.position: x.valid for x in blocks}
+    valid = [(x.group.positions, x.valid) for x in directions]
     invalid = tf.logical_not(counters.flags(valid))
     count_each(
         invalid,

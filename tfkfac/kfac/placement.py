@@ -333,6 +333,10 @@ class Exchange:
             shared[layer] = unflatten(flat, self._gradient_specs(layer))
         return shared
 
+    def sends_gradients(self, layers: Sequence[int]) -> bool:
+        """True if any preconditioned gradient is sent."""
+        return bool(self._gradient_items(layers))
+
     def _gradient_specs(self, layer: int) -> list[tf.TensorSpec]:
         """Return the specs of a preconditioned gradient and of the scalars."""
         block, count = self.blocks[layer], self.num_scalars

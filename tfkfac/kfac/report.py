@@ -209,12 +209,12 @@ def factor_text(block: Block, name: str, states: Sequence[State]) -> str:
     if spec is None:
         return "-"
     if isinstance(spec, LowRank):
-        for p in (p for state in states for p in state.preconditioners):
-            averages = p.factors if p.block is block else None
-            if averages is None or name not in averages.names:
+        for group in (group for state in states for group in state.averages):
+            if block not in group.blocks or name not in group.names:
                 continue
-            if averages.weight > 0:
-                fraction = float(spec.explained(averages.values()[name]))
+            row = group.blocks.index(block)
+            if group.weight[row] > 0:
+                fraction = float(spec.explained(group.values()[name][row]))
                 return f"{spec.text} ({fraction:.0%} of trace)"
     return spec.text
 

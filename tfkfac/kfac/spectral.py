@@ -32,14 +32,18 @@ from tfkfac.blocks.registry import Registry
 from tfkfac.compat.functions import shared_call, when
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.factors import Limit
-from tfkfac.kfac.active import ActiveBlock, output_layer
+from tfkfac.kfac.active import ActiveBlock, ActiveGroup, output_layer
 from tfkfac.kfac.averages import (
+    MAX_ELEMENTS,
     Momentum,
     PlainMatrix,
+    chunks,
+    per_row,
     plain_bytes,
     plain_matrices,
+    rows_finite,
 )
-from tfkfac.kfac.length import RMS, WARMUP, Batch
+from tfkfac.kfac.length import HINT_STEP, RMS, WARMUP, Batch, StepReport
 from tfkfac.kfac.natural import (
     TABLES,
     Natural,
@@ -47,20 +51,21 @@ from tfkfac.kfac.natural import (
     apply_cheaper,
     decayed,
     far_inputs,
-    matrix_pairs,
+    matrices_of,
     replace_gradients,
     scale_rows,
+    share,
+    total_of,
 )
 from tfkfac.kfac.placement import Exchange, Placement
 from tfkfac.kfac.scales import Moments
-from tfkfac.kfac.state import HINT_STEP, State, StepReport
+from tfkfac.kfac.state import State
 from tfkfac.linalg.polar import polar_factors
 from tfkfac.linalg.tensors import (
-    all_finite,
-    are_finite,
     rounding,
+    row_squares,
+    row_sums,
     select,
-    stack_scalars,
 )
 from tfkfac.saving.slots import planned
 from tfkfac.training.guards import count_each
@@ -75,11 +80,6 @@ BLOCK = 32
 # Number of polynomials: 5 bring all singular values above 1e-3 of the norm to
 # within 12.5 % of 1, 7 to within 0.2 % (tests/linalg/test_polar.py).
 ITERATIONS = 5
-# Maximum number of weights whose directions are computed at the same time. The
-# memory of a language model with 23 M weights (6 layers) was 1.48 times that of
-# Adam without this limit and 1.30 times with it, when momenta were twice as
-# large.
-_CHUNK_ELEMENTS = 1 << 22
 # RMS of a step if the loss is unknown and the learning rate is 1. Compared with
 # Adam(1e-3), the final loss of four small models is lower, and of a fifth 1.4 %
 # higher. With an RMS of 0.02, training of a denoiser diverges.
@@ -147,12 +147,12 @@ class Spectral(Natural):
     @override
     def directions(
         self,
-        layers: Sequence[ActiveBlock],
+        groups: Sequence[ActiveGroup],
         step: Step,
         exchange: Exchange,
         damping: tf.Tensor,
     ) -> list[Preconditioned]:
-        return orthogonalize(layers, step, exchange, self.mu)
+        return orthogonalize(groups, step, exchange, self.mu)
 
     @override
     def gradients(
@@ -171,9 +171,11 @@ class Spectral(Natural):
         squares = [direction.product for direction in directions]
         if not squares:  # without blocks the metric is the identity
             squares = [
-                tf.reduce_sum(tf.square(D)) for D in plain if D is not None
+                tf.reduce_sum(tf.square(D))[None]
+                for D in plain
+                if D is not None
             ]
-        square = tf.reduce_sum(stack_scalars(squares))
+        square = total_of(squares)
         if step.batch.value is None:
             factor = tf.constant(_UNSEEN_RMS / RMS, tf.float64)
         else:
@@ -199,7 +201,8 @@ class Spectral(Natural):
         rate = tf.cast(step.job.inner_optimizer.learning_rate, tf.float64)
         length = tf.square(rate * factor) * square
         state.report.assign(length=length, damping=damping, clip_factor=factor)
-        layers, report = [x.layer for x in directions], state.report
+        layers = [x for direction in directions for x in direction.group.layers]
+        report = state.report
         if layers:
             is_hint_step = tf.equal(report.steps, HINT_STEP)
             when(is_hint_step, lambda: hint_at_inputs(layers, step, report))
@@ -221,7 +224,7 @@ class Spectral(Natural):
         with planned():
             for i, block in enumerate(placement.blocks):
                 if placement.plan.preconditions(rank, i):
-                    total += Momentum(block, "").bytes
+                    total += Momentum({i: block}, "").bytes
         return {"momenta": total}
 
 
@@ -267,7 +270,7 @@ def fit_outputs(gradients: Gradients, step: Step, state: State) -> Gradients:
 
 
 def orthogonalize(
-    layers: Sequence[ActiveBlock],
+    groups: Sequence[ActiveGroup],
     step: Step,
     exchange: Exchange,
     momentum: float,
@@ -277,68 +280,68 @@ def orthogonalize(
     Workers with the decomposition of a block compute and send D and `|Q|^2`.
     Chunks, one after the other, bound the memory for X and Q.
     """
-    if not layers:
+    if not groups:
         return []
-    layers = sorted(layers, key=lambda layer: layer.rows is None)
-    plain: list[LayerGradient] = []
-    sent: dict[int, list[tf.Tensor]] = {}
+    groups = sorted(groups, key=lambda group: not group.has_rows)
+    plain: list[Sequence[LayerGradient]] = []
+    local: list[Sequence[tf.Tensor] | None] = []
     computed: list[tf.Tensor] = []
-    for chunk in chunks(layers, _CHUNK_ELEMENTS):
+    for chunk in chunks(groups, [group.size for group in groups], MAX_ELEMENTS):
         with tf.control_dependencies(computed):
             gradients, results = _orthogonalize(chunk, step, momentum)
         plain += gradients
-        sent |= results
-        computed = [D for D, _ in results.values()] or computed
-    indices = [layer.position for layer in layers]
-    shared = exchange.share_gradients(step.group, sent, indices)
-    # Reshape a received `|Q|^2`, a vector of one element, to a scalar.
-    pairs = [[D, tf.reshape(x, [])] for D, x in (shared[i] for i in indices)]
-    return _check_directions(layers, plain, pairs)
-
-
-def chunks(
-    layers: Sequence[ActiveBlock], max_elements: int
-) -> list[list[ActiveBlock]]:
-    """Split blocks into lists of up to `max_elements` weights, or one block."""
-    result: list[list[ActiveBlock]] = []
-    elements = 0
-    for layer in layers:
-        size = math.prod(layer.block.gradient_shape)
-        if not result or elements + size > max_elements:
-            result.append([])
-            elements = 0
-        result[-1].append(layer)
-        elements += size
-    return result
+        local += results
+        computed = [pair[0] for pair in results if pair] or computed
+    # Reshape a received `|Q|^2`, a vector of one element per layer.
+    pairs = [
+        (D, tf.reshape(x, [-1]))
+        for D, x in share(groups, local, step, exchange)
+    ]
+    return _check_directions(groups, plain, pairs)
 
 
 def _orthogonalize(
-    layers: Sequence[ActiveBlock], step: Step, momentum: float
-) -> tuple[list[LayerGradient], dict[int, list[tf.Tensor]]]:
-    """Return W of all blocks; D and `|Q|^2` by position where stored here."""
-    by_rows = [layer for layer in layers if layer.rows is not None]
-    dense_layers = [layer for layer in layers if layer.rows is None]
-    rows = [scale_rows(layer, step) for layer in by_rows]
-    matrices, whitened = matrix_pairs(dense_layers, step)
-    plain = [*rows, *map(MatrixGradient, matrices)]
+    groups: Sequence[ActiveGroup], step: Step, momentum: float
+) -> tuple[list[Sequence[LayerGradient]], list[Sequence[tf.Tensor] | None]]:
+    """Return W of all groups; D and `|Q|^2` of those that are stored here."""
+    by_rows = [group for group in groups if group.has_rows]
+    dense = [group for group in groups if not group.has_rows]
+    rows = [scale_rows(group, step) for group in by_rows]
+    matrices = [matrices_of(group, step) for group in dense]
+    plain: list[Sequence[LayerGradient]] = [*rows, *([W] for W in matrices)]
     by_gradient = apply_cheaper(
-        lambda layer, W: (layer.precondition(W),), by_rows, rows
+        lambda group, W: (group.precondition(W),), by_rows, rows
     )
-    whitened = [*(X.matrix for (X,) in by_gradient), *whitened]
-    local: list[tuple[ActiveBlock, tf.Tensor, list[tf.Tensor]]] = []
-    for layer, W, X in zip(layers, plain, whitened, strict=True):
-        if layer.state.momentum is not None and X is not None:
-            X, *sizes = layer.state.momentum.add(X, extents(W), momentum)
-            X.set_shape(layer.block.gradient_shape)
-            local.append((layer, X, sizes))
-    local_Q = orthogonal_factors([X for _, X, _ in local])
-    results = {}
-    for (layer, _, sizes), Q in zip(local, local_Q, strict=True):
-        assert layer.state.decomposition is not None
-        D = layer.state.decomposition.apply_back(Q)
-        results[layer.position] = list(
-            shared_call("size", _with_size, D, Q, *sizes, any_size=True)
-        )
+    whitened = [
+        *(X.matrix for (X,) in by_gradient),
+        *(
+            group.precondition(W).matrix
+            if group.state.momentum is not None
+            else None
+            for group, W in zip(dense, matrices, strict=True)
+        ),
+    ]
+    nesterov, sizes = [], []
+    for group, gradients, X in zip(groups, plain, whitened, strict=True):
+        if group.state.momentum is not None and X is not None:
+            W_sizes = [
+                tf.concat(parts, 0) if len(parts) > 1 else parts[0]
+                for parts in zip(*map(extents, gradients), strict=True)
+            ]
+            X, *N_sizes = group.state.momentum.add(
+                group.rows, X, W_sizes, momentum
+            )
+            nesterov.append(X)
+            sizes.append(N_sizes)
+    factors = iter(zip(orthogonal_factors(nesterov), sizes, strict=True))
+    results: list[Sequence[tf.Tensor] | None] = []
+    for group in groups:
+        if group.state.decomposition is None:
+            results.append(None)
+            continue
+        Q, N_sizes = next(factors)
+        D = group.state.decomposition.apply_back(group.rows, Q)
+        results.append(_with_size(D, Q, *N_sizes))
     return plain, results
 
 
@@ -387,71 +390,68 @@ def _with_size(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Scale D to the RMS `RMS`, and Q likewise; return D and `|Q|^2`.
 
-    `rows` and `columns` are the extents of N.
+    `rows` and `columns` are the extents of N. All tensors are stacks.
     """
     D = clear_unused(D, rows, columns)
-    # `l2_loss` has no temporary tensor of squares.
-    norm = tf.sqrt(2 * tf.nn.l2_loss(D))
-    scale = tf.math.divide_no_nan(_unit_norm(D), norm)
-    square = tf.square(scale) * 2 * tf.nn.l2_loss(Q)
+    norm = tf.sqrt(2 * row_squares(D))
+    scale = tf.math.divide_no_nan(tf.constant(_unit_norm(D), D.dtype), norm)
+    square = tf.square(scale) * 2 * row_squares(Q)
     # Add NaN for an infinite D, whose scale is 0.
-    return D * scale, square + 0 * norm
+    return D * per_row(scale, D), square + 0 * norm
 
 
-def _unit_norm(matrix: tf.Tensor) -> tf.Tensor:
-    """Return the norm of a matrix whose root mean square is `RMS`."""
-    return RMS * tf.sqrt(tf.cast(tf.size(matrix), matrix.dtype))
+def _unit_norm(stack: tf.Tensor) -> float:
+    """Return the norm of a stacked matrix with the root mean square `RMS`."""
+    return RMS * math.sqrt(math.prod(stack.shape[1:]))
 
 
 def _check_directions(
-    layers: Sequence[ActiveBlock],
-    plain: Sequence[LayerGradient],
-    shared: Sequence[Sequence[tf.Tensor]],
+    groups: Sequence[ActiveGroup],
+    plain: Sequence[Sequence[LayerGradient]],
+    pairs: Sequence[tuple[tf.Tensor, tf.Tensor]],
 ) -> list[Preconditioned]:
-    """Replace invalid directions; `shared` has (D, `|Q|^2`) per block."""
-    valid = are_finite([square for _, square in shared])
-    flags = tf.unstack(valid)
+    """Replace invalid directions; `pairs` has (D, `|Q|^2`) per group."""
+    valid = [tf.math.is_finite(square) for _, square in pairs]
 
-    def replace() -> list[list[tf.Tensor]]:
-        return [
-            shared_call(
-                "direction",
-                _replace_direction,
-                flag,
-                W.matrix,
-                *pair,
-                any_size=True,
-            )
-            for flag, W, pair in zip(flags, plain, shared, strict=True)
-        ]
+    def replace() -> list[tuple[tf.Tensor, tf.Tensor]]:
+        results = []
+        for flags, gradients, pair in zip(valid, plain, pairs, strict=True):
+            W = [gradient.matrix for gradient in gradients]
+            results.append(_replace_directions(flags, tf.concat(W, 0), *pair))
+        return results
 
-    results = tf.cond(tf.reduce_all(valid), lambda: shared, replace)
+    all_valid = tf.reduce_all(tf.concat(valid, 0))
+    results = tf.cond(all_valid, lambda: pairs, replace)
     directions = []
-    for layer, (D, square), flag in zip(layers, results, flags, strict=True):
-        D.set_shape(layer.block.gradient_shape)
-        if layer.output_scale is not None:
-            scale = tf.cast(layer.output_scale, D.dtype)
-            D, square = D * scale, square * tf.square(scale)
+    for group, (D, square), flags in zip(groups, results, valid, strict=True):
+        scales = [layer.output_scale for layer in group.layers]
+        if any(scale is not None for scale in scales):
+            factors = [
+                1.0 if x is None else tf.cast(x, D.dtype) for x in scales
+            ]
+            scale = tf.stack(factors)
+            D, square = D * per_row(scale, D), square * tf.square(scale)
         directions.append(
-            Preconditioned(layer, MatrixGradient(D), square, flag)
+            Preconditioned(group, MatrixGradient(D), square, flags)
         )
     return directions
 
 
-def _replace_direction(
+def _replace_directions(
     valid: tf.Tensor, plain: tf.Tensor, D: tf.Tensor, square: tf.Tensor
-) -> list[tf.Tensor]:
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Return D and `|Q|^2`; for an invalid D, W scaled to the RMS of D.
 
     `|Q|^2` is then that of the scaled W. Both are zero if W is not finite.
     """
-    norm = tf.norm(plain)
-    unit = plain * tf.math.divide_no_nan(_unit_norm(plain), norm)
-    unit_square = tf.reduce_sum(tf.square(unit))
-    usable = all_finite([unit, unit_square])
+    norm = tf.sqrt(row_sums(tf.square(plain)))
+    unit_norm = tf.constant(_unit_norm(D), D.dtype)
+    unit = plain * per_row(tf.math.divide_no_nan(unit_norm, norm), plain)
+    unit_square = row_sums(tf.square(unit))
+    usable = rows_finite([unit, unit_square])
     unit = select(usable, unit, tf.zeros_like(unit))
     unit_square = select(usable, unit_square, tf.zeros_like(unit_square))
-    return [select(valid, D, unit), select(valid, square, unit_square)]
+    return select(valid, D, unit), select(valid, square, unit_square)
 
 
 def plain_directions(
@@ -474,15 +474,10 @@ def plain_directions(
     factors = orthogonal_factors(list(momenta.values()))
     result: Gradients = [None] * len(step.gradients)
     for (index, N), Q in zip(momenta.items(), factors, strict=True):
-        D = shared_call("plain", _plain_direction, Q, N, any_size=True)
+        D, square = _with_size(Q, Q, *extents(MatrixGradient(N)))
+        D = select(tf.math.is_finite(square), D, tf.zeros_like(D))
         result[index] = tf.reshape(D, step.variables[index].shape)
     return result
-
-
-def _plain_direction(Q: tf.Tensor, N: tf.Tensor) -> tf.Tensor:
-    """Return a direction of the root mean square `RMS`; zero if not finite."""
-    D, square = _with_size(Q, Q, *extents(MatrixGradient(N)))
-    return select(tf.math.is_finite(square), D, tf.zeros_like(D))
 
 
 def hint_at_inputs(

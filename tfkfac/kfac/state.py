@@ -1,34 +1,37 @@
 """State of one worker: factors, decompositions and counters of its blocks."""
 
-import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.blocks import Block
+from tfkfac.blocks import Block, Statistic
 from tfkfac.compat.graphs import Tracked, state_variable
 from tfkfac.factors import Tensors
 from tfkfac.fisher.types import Statistics
 from tfkfac.kfac.averages import (
     Decomposition,
     FactorAverages,
+    Group,
     Momentum,
-    Pending,
     PlainMatrix,
     check_statistics,
     name_in_memory_errors,
+    partition,
     plain_matrices,
+    refill,
+    same_block_key,
 )
-from tfkfac.kfac.length import SpectralLength
+from tfkfac.kfac.length import SpectralLength, StepReport
 from tfkfac.kfac.placement import Placement
-from tfkfac.saving.entries import Contents, Entry, Spread
+from tfkfac.linalg.tensors import unstacked
+from tfkfac.saving.entries import Contents, Entry, Row, Spread
 from tfkfac.saving.slots import Slots
-from tfkfac.shell.small_rates import RATE
 from tfkfac.solvers import Solver
+from tfkfac.training.accumulation import Accumulation
 from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
 
@@ -41,42 +44,44 @@ FAULTS = {
 }
 
 
+# Bools of blocks: their positions, and a vector.
+Flags = Sequence[tuple[Sequence[int], tf.Tensor]]
+
+
 class Preconditioner(Tracked):
-    """Averages, decomposition and momentum of one block on one worker.
+    """Decompositions and momenta of blocks with equal factors on one worker.
 
     An attribute is None if this worker does not store it.
     """
 
     def __init__(
         self,
-        block: Block,
+        members: Mapping[int, Block],
         solver: Solver,
-        names: Sequence[str],
         preconditions: bool,
         inverse_dtype: tf.DType | None = None,
         has_momentum: bool = False,
     ) -> None:
         super().__init__(name="preconditioner")
-        self.block = block
-        self.factors: FactorAverages | None = None
         self.decomposition: Decomposition | None = None
         self.momentum: Momentum | None = None
-        with name_in_memory_errors(block.path):
-            if names:
-                self.factors = FactorAverages(block, names)
-            if preconditions:
-                self.decomposition = Decomposition(solver, block, inverse_dtype)
-                if has_momentum:
-                    self.momentum = Momentum(block, solver.section)
+        if preconditions:
+            self.decomposition = Decomposition(members, solver, inverse_dtype)
+            if has_momentum:
+                self.momentum = Momentum(members, solver.section)
+        self.place(members)
 
-    def entries(self) -> list[Entry]:
-        """Return the checkpoint entries, under the block's current path."""
-        return [
-            dataclasses.replace(entry, layer=self.block.path)
-            for slots in (self.factors, self.decomposition, self.momentum)
-            if slots is not None
-            for entry in slots.entries()
-        ]
+    def place(self, members: Mapping[int, Block]) -> None:
+        """Set the blocks of the rows, and their positions."""
+        self.positions, self.blocks = tuple(members), tuple(members.values())
+        for group in self.groups:
+            group.place(members)
+
+    @property
+    def groups(self) -> list[Group]:
+        """The stored groups."""
+        both = (self.decomposition, self.momentum)
+        return [group for group in both if group is not None]
 
 
 class State(Tracked):
@@ -84,6 +89,8 @@ class State(Tracked):
 
     def __init__(self) -> None:
         super().__init__(name="replica")
+        self.blocks: tuple[Block, ...] = ()
+        self.averages: tuple[FactorAverages, ...] = ()
         self.preconditioners: tuple[Preconditioner, ...] = ()
         self.counters = Counters(())
         self.pending: Pending | None = None
@@ -92,6 +99,12 @@ class State(Tracked):
         self.plain: tuple[PlainMatrix, ...] = ()
         self.factor_updates = state_variable(0, "int64", "factor_updates")
         self.inverse_updates = state_variable(0, "int64", "inverse_updates")
+
+    @property
+    def groups(self) -> list[Group]:
+        """All stacks of state."""
+        groups = [x for p in self.preconditioners for x in p.groups]
+        return [*self.averages, *groups]
 
     def fill(
         self, placement: Placement, rank: int, has_momenta: bool = False
@@ -104,32 +117,36 @@ class State(Tracked):
                 for item in placement.registry.leftovers
             )
             self._fill_plain(placement)
-        previous = self.preconditioners
-        by_key = {same_shape_key(p.block): p for p in previous}
-        self.preconditioners = tuple(
-            by_key.get(same_shape_key(block))
-            or Preconditioner(
-                block,
+        blocks, plan = dict(enumerate(placement.blocks)), placement.plan
+        old = {same_block_key(x): i for i, x in enumerate(self.blocks)}
+        keys = map(same_block_key, placement.blocks)
+        kept = {i: old[key] for i, key in enumerate(keys) if key in old}
+        self.blocks = placement.blocks
+        owned = {i: block for i, block in blocks.items() if plan.owns(rank, i)}
+        self.averages = refill(
+            self.averages,
+            partition(owned, lambda i: tuple(plan.owns(rank, i))),
+            lambda members: FactorAverages(
+                members, plan.owns(rank, next(iter(members)))
+            ),
+        )
+        # Equal on all workers: other stacks have other rounding errors.
+        groups = partition(blocks, lambda i: plan.layers[i].gradient_workers)
+        self.preconditioners = refill(
+            self.preconditioners,
+            groups,
+            lambda members: Preconditioner(
+                members,
                 placement.solver,
-                placement.plan.owns(rank, i),
-                placement.plan.preconditions(rank, i),
+                plan.preconditions(rank, next(iter(members))),
                 placement.distribution.storage_dtype,
                 has_momenta,
-            )
-            for i, block in enumerate(placement.blocks)
+            ),
         )
-        position_by_id = {id(p): i for i, p in enumerate(previous)}
-        old_positions = {}
-        for i, block in enumerate(placement.blocks):
-            preconditioner = self.preconditioners[i]
-            # Refer to the block of the current registry, for the summary.
-            preconditioner.block = block
-            if id(preconditioner) in position_by_id:
-                old_positions[i] = position_by_id[id(preconditioner)]
         paths = tuple(block.path for block in placement.blocks)
         if self.counters.paths != paths:
             counters = Counters(paths)
-            counters.copy_from(self.counters, old_positions)
+            counters.copy_from(self.counters, kept)
             self.counters = counters
 
     def _fill_plain(self, placement: Placement) -> None:
@@ -161,20 +178,34 @@ class State(Tracked):
         """
         counters = self.counters
         due_flags = tf.logical_or(due, counters.without_statistics())
-        due_list = tf.unstack(due_flags)
-        updated: dict[int, tf.Tensor] = {}
-        finite: dict[int, tf.Tensor] = {}
-        valid: dict[int, tf.Tensor] = {}
-        for i, by_name in sorted(statistics.items()):
-            preconditioner = self.preconditioners[i]
-            if preconditioner.factors is not None:
-                updated[i], finite[i], valid[i] = preconditioner.factors.update(
-                    by_name, decay, due_list[i]
+        updated, finite, valid = [], [], []
+        groups: list[tuple[FactorAverages | None, list[int]]] = [
+            (group, [i for i in group.positions if i in statistics])
+            for group in self.averages
+        ]
+        # Other workers store the averages of other blocks.
+        stored = {i for _, positions in groups for i in positions}
+        others = {i: self.blocks[i] for i in statistics if i not in stored}
+        groups += [(None, list(x)) for x in partition(others, lambda _: None)]
+        for group, positions in groups:
+            if not positions:
+                continue
+            specs = self.blocks[positions[0]].factors
+            stacks = {
+                name: Statistic(
+                    tf.stack([statistics[i][name].total for i in positions]),
+                    tf.stack([statistics[i][name].count for i in positions]),
                 )
-            else:  # Other workers store these averages.
-                specs = preconditioner.block.factors
-                complete, is_finite = check_statistics(specs, by_name)
-                updated[i] = due_list[i] & complete & is_finite
+                for name in specs
+            }
+            complete, is_finite = check_statistics(specs, stacks)
+            accepted = tf.gather(due_flags, positions) & complete & is_finite
+            updated.append((positions, accepted))
+            if group is not None:
+                rows = group.rows_of(positions)
+                kept = group.update(rows, stacks, decay, accepted)
+                finite.append((positions, is_finite))
+                valid.append((positions, kept))
         count_each(
             due_flags & ~counters.flags(finite),
             counters.rejected,
@@ -197,46 +228,55 @@ class State(Tracked):
         self,
         places: Sequence[int],
         solver: Solver,
-        dampings: Mapping[int, tf.Tensor],
+        dampings: tf.Tensor,
     ) -> dict[int, Tensors]:
         """Decompose this worker's factors of the blocks at indices `places`."""
         parts: dict[int, Tensors] = {}
-        for i, preconditioner in enumerate(self.preconditioners):
-            if i in places and preconditioner.factors is not None:
-                block = preconditioner.block
-                with name_in_memory_errors(block.path):
-                    parts[i] = preconditioner.factors.decompose(
-                        solver, dampings[i]
+        for group in self.averages:
+            rows = group.rows_of(places)
+            if rows:
+                positions = [group.positions[row] for row in rows]
+                with name_in_memory_errors(group.blocks[rows[0]].path):
+                    stacks = group.decompose(
+                        rows, solver, tf.gather(dampings, positions)
                     )
-                specs = solver.all_parts(block.factors)
-                for name, tensor in parts[i].items():
-                    tensor.set_shape(specs[name].shape)
+                tensors = {k: unstacked(x) for k, x in stacks.items()}
+                for row, i in enumerate(positions):
+                    parts[i] = {k: x[row] for k, x in tensors.items()}
         return parts
 
-    def defer(self, due: tf.Tensor, dampings: Mapping[int, tf.Tensor]) -> None:
+    def defer(self, due: tf.Tensor, dampings: tf.Tensor) -> None:
         """Let the decompositions that are due be computed after the step."""
-        counters, positions = self.counters, range(len(self.preconditioners))
+        counters = self.counters
         counters.deferred.assign_add(tf.cast(due, tf.int64))
-        values = tf.stack([dampings.get(i, 0.0) for i in positions])
-        counters.dampings.assign(tf.where(due, values, counters.dampings))
+        counters.dampings.assign(tf.where(due, dampings, counters.dampings))
 
     def replace_decompositions(
         self,
         parts: Mapping[int, Tensors],
-        dampings: Mapping[int, tf.Tensor],
+        dampings: tf.Tensor,
         due: tf.Tensor,
     ) -> None:
         """Replace the decompositions that are due and finite."""
         counters = self.counters
-        due_list = tf.unstack(due)
-        finite = {}
-        for i, tensors in sorted(parts.items()):
-            preconditioner = self.preconditioners[i]
-            decomposition = preconditioner.decomposition
-            if decomposition is not None:
-                finite[i] = decomposition.replace(
-                    tensors, dampings[i], due_list[i], preconditioner.momentum
+        finite = []
+        for group in self.preconditioners:
+            decomposition = group.decomposition
+            rows = decomposition.rows_of(parts) if decomposition else []
+            if decomposition is not None and rows:
+                positions = [group.positions[row] for row in rows]
+                stacks = {
+                    name: tf.stack([parts[i][name] for i in positions])
+                    for name in parts[positions[0]]
+                }
+                flags = decomposition.replace(
+                    rows,
+                    stacks,
+                    tf.gather(dampings, positions),
+                    tf.gather(due, positions),
+                    group.momentum,
                 )
+                finite.append((positions, flags))
         count_each(
             due & ~counters.flags(finite),
             counters.failures,
@@ -257,17 +297,18 @@ class State(Tracked):
         ]
         if self.length is not None:
             entries += self.length.entries()
-        for i, preconditioner in enumerate(self.preconditioners):
+        for i in range(len(placement.blocks)):
             if plan.observes(rank, i):
                 shared = plan.shares_clocks
                 spread = Spread.REPLICATED if shared else Spread.OWNED
                 entries.append(counters.entry("observed", i, spread))
                 entries.append(counters.entry("decomposed", i, spread))
-            if preconditioner.factors is not None:
+            if plan.owns(rank, i):
                 entries.append(counters.entry("rejected", i, Spread.OWNED))
-            if preconditioner.decomposition is not None:
+            if plan.preconditions(rank, i):
                 entries.append(counters.entry("failures", i, Spread.OWNED))
-            entries += preconditioner.entries()
+        for group in self.groups:
+            entries += group.entries()
         if self.pending is not None:
             entries += self.pending.entries()
         for matrix in self.plain:
@@ -292,7 +333,7 @@ class State(Tracked):
         """Return the texts and counts of abnormal events."""
         events = [("hints on the first steps", self.report.hints)]
         for i, path in enumerate(self.counters.paths):
-            unexplained = Number(self.counters.unexplained, i)
+            unexplained = Row(self.counters.unexplained, i)
             events.append((f"gradients of other passes in {path}", unexplained))
         return events + self.counters.events()
 
@@ -304,24 +345,21 @@ def _call_all(functions: Sequence[Callable[[], None]]) -> None:
 
 def local_factors(states: Sequence[State]) -> dict[str, dict[str, np.ndarray]]:
     """Return the factors on local replicas, by layer path and factor name."""
-    result = {}
-    replicas = [state.preconditioners for state in states]
-    for copies in zip(*replicas, strict=True):
-        factors = {
-            name: copy.block.factors[name].shown(value).numpy()
-            for copy in copies
-            if copy.factors is not None
-            for name, value in copy.factors.values().items()
-        }
-        if factors:
-            result[copies[0].block.path] = dict(sorted(factors.items()))
-    return result
-
-
-def same_shape_key(block: Block) -> Hashable:
-    """Return the key by which `State.fill` finds reusable state of a block."""
-    factors = tuple(sorted(block.factors.items()))
-    return (id(block.layer), block.kind, factors)
+    result: dict[str, dict[str, np.ndarray]] = {}
+    for group in (group for state in states for group in state.averages):
+        for name, values in group.values().items():
+            factor = group.factor_types[name]
+            for block, value in zip(
+                group.blocks, unstacked(values), strict=True
+            ):
+                shown = factor.shown(value).numpy()
+                result.setdefault(block.path, {})[name] = shown
+    paths = [block.path for block in states[0].blocks]
+    return {
+        path: dict(sorted(result[path].items()))
+        for path in paths
+        if path in result
+    }
 
 
 class Counters(Slots):
@@ -371,17 +409,17 @@ class Counters(Slots):
                 numbers[new] = source.numpy()[old]
             variable.assign(numbers)
 
-    def events(self) -> list[tuple[str, "Number"]]:
+    def events(self) -> list[tuple[str, "Row"]]:
         """Return the text and count of each fault of each block."""
         return [
-            (f"{description} {path}", Number(getattr(self, name), i))
+            (f"{description} {path}", Row(getattr(self, name), i))
             for name, description in FAULTS.items()
             for i, path in enumerate(self.paths)
         ]
 
     def entry(self, name: str, place: int, spread: Spread) -> Entry:
         """Return the checkpoint entry of one counter of a block."""
-        number = Number(getattr(self, name), place)
+        number = Row(getattr(self, name), place)
         return Entry(self.paths[place], name, number, spread)
 
     def reset_decomposed(self) -> None:
@@ -397,106 +435,83 @@ class Counters(Slots):
         """Return a bool per block, True if it has no statistics yet."""
         return tf.equal(self.observed, 0)
 
-    def flags(
-        self,
-        by_position: Mapping[int, tf.Tensor | None],
-        otherwise: bool = True,
-    ) -> tf.Tensor:
+    def flags(self, flags: Flags, otherwise: bool = True) -> tf.Tensor:
         """Return a bool per block: its flag, or `otherwise` if it has none."""
         if not self.paths:
             return tf.zeros([0], tf.bool)
-        default = tf.constant(otherwise)
-        flags = [by_position.get(i) for i in range(len(self.paths))]
-        return tf.stack([default if flag is None else flag for flag in flags])
-
-
-class Number:
-    """Scalar checkpoint view of one element of a vector variable."""
-
-    def __init__(self, numbers: tf.Variable, place: int) -> None:
-        self._numbers = numbers
-        self._index = place
-        self.shape, self.dtype = tf.TensorShape([]), numbers.dtype
-
-    def numpy(self) -> int:
-        """Return the value of the element as a NumPy scalar."""
-        return self._numbers.numpy()[self._index]
-
-    def assign(self, value: tf.Tensor) -> None:
-        """Assign a value to the element."""
-        self._numbers.assign(
-            tf.tensor_scatter_nd_update(self._numbers, [[self._index]], [value])
+        place: dict[int, int] = {}
+        size = 0
+        for positions, _ in flags:
+            place |= {i: size + row for row, i in enumerate(positions)}
+            size += len(positions)
+        order = [place.get(i, size) for i in range(len(self.paths))]
+        vectors = [vector for _, vector in flags]
+        if order != list(range(size)):
+            vectors.append(tf.constant([otherwise]))
+        joined = tf.concat(vectors, 0) if len(vectors) > 1 else vectors[0]
+        return (
+            joined if len(vectors) == len(flags) else tf.gather(joined, order)
         )
 
 
-class Clip(NamedTuple):
-    """Clip factor of one step, and the squared length before the clip."""
+class Pending(Accumulation):
+    """Sums of gradients and statistics over the micro-batches of a step.
 
-    factor: tf.Tensor
-    """Factor that multiplies the preconditioned gradients."""
-    length: tf.Tensor
-    """Squared Fisher length of the step before the clip."""
-
-
-# Names of the step metrics; a metric is NaN where it does not apply.
-_NAMES = ("clip_factor", "length", "damping")
-# Print the clip hint in step `HINT_STEP` if in at least `MIN_CLIPPED` steps the
-# clip factor was below `LOW_FACTOR` and the squared length over `_MIN_LENGTH`.
-HINT_STEP, MIN_CLIPPED, LOW_FACTOR, _MIN_LENGTH = 20, 12, 0.1, 2.0
-# Count a step for the hint on the scale of the inputs if its clip factor times
-# `max(1, learning rate / RATE)` is below this bound. On raw pixels, dense
-# layers of 64 units have factors of 0.1 to 0.15 from step 6 on.
-LOW_SCALED_FACTOR = 0.25
-
-
-class StepReport(Slots):
-    """Metrics of the last step, in variables of one replica.
-
-    Attributes:
-        clipped: Number of the first steps with a clip factor below `LOW_FACTOR`
-            and a squared length over `_MIN_LENGTH`.
-        short: Number of the first steps with a scaled clip factor below
-            `LOW_SCALED_FACTOR`.
+    `blocks` are, by position, the blocks observed by this replica.
     """
 
-    def __init__(self) -> None:
-        super().__init__("report")
-        self.steps = self.slot("reported_steps", saved=False)
-        self.clipped = self.slot("clipped_steps", saved=False)
-        self.short = self.slot("short_steps", saved=False)
-        self.hints = self.slot("clip_hints", saved=False)
-        self._values = {
-            name: self.slot(name, (), "float64", saved=False) for name in _NAMES
-        }
+    def __init__(
+        self, steps: int, job: Job, blocks: Mapping[int, Block]
+    ) -> None:
+        super().__init__(steps, job)
+        self._blocks = dict(blocks)
+        self._totals = [
+            [self._sum(b, name, spec.shape) for name, spec in b.factors.items()]
+            for b in blocks.values()
+        ]
+        self._counts = [
+            self._sum(b, "counts", [len(b.factors)]) for b in blocks.values()
+        ]
+        self.moments = self.slot(
+            "moments",
+            (None,),
+            "float64",
+            spread=Spread.PARTIAL,
+            is_finite=False,
+        )
 
-    def record(
-        self, clip: Clip, damping: tf.Tensor, rate: tf.Tensor | None
-    ) -> tf.Tensor:
-        """Record the metrics of a step.
+    def _sum(self, block: Block, name: str, shape: Sequence[int]) -> Any:
+        fields: Any = {"spread": Spread.PARTIAL, "is_finite": False}
+        return self.slot(name, shape, block.dtype, layer=block.path, **fields)
 
-        Returns True in step `HINT_STEP` if most steps up to it were short.
-        `rate` is SGD's learning rate, or None for another inner optimizer.
-        """
-        length = tf.square(clip.factor) * clip.length
-        self.assign(clip_factor=clip.factor, length=length, damping=damping)
-        is_early = self.steps <= HINT_STEP
-        is_clipped = (clip.factor < LOW_FACTOR) & (clip.length > _MIN_LENGTH)
-        self.clipped.assign_add(tf.cast(is_early & is_clipped, tf.int64))
-        is_short = is_clipped
-        if rate is not None:
-            scaled = clip.factor * tf.cast(rate / RATE, clip.factor.dtype)
-            is_short |= tf.maximum(scaled, clip.factor) < LOW_SCALED_FACTOR
-        self.short.assign_add(tf.cast(is_early & is_short, tf.int64))
-        return tf.equal(self.steps, HINT_STEP) & (self.short >= MIN_CLIPPED)
+    def is_for(self, blocks: Mapping[int, Block]) -> bool:
+        """True if blocks have the positions, paths and factors of the sums."""
+        return [(i, b.path, b.factors) for i, b in blocks.items()] == [
+            (i, b.path, b.factors) for i, b in self._blocks.items()
+        ]
 
-    def assign(self, **values: tf.Tensor) -> None:
-        """Assign metrics of a step, by name."""
-        for name, value in values.items():
-            self._values[name].assign(tf.cast(value, tf.float64))
-        self.steps.assign_add(1)
+    def add_statistics(self, statistics: Statistics) -> tf.Tensor:
+        """Add the statistics of each block in a micro-batch."""
+        for (i, block), totals, counts in self._sums_by_block():
+            if i in statistics:
+                increments = [statistics[i][name] for name in block.factors]
+                for total, statistic in zip(totals, increments, strict=True):
+                    total.assign_add(statistic.total)
+                counts.assign_add(tf.stack([s.count for s in increments]))
+        return tf.constant(0)
 
-    def values(self) -> dict[str, float]:
-        """Return the metrics of the last step; empty before the first step."""
-        if int(self.steps.numpy()) == 0:
-            return {}
-        return {name: float(v.numpy()) for name, v in self._values.items()}
+    def statistics(self) -> dict[int, dict[str, Statistic]]:
+        """Return the sums of the statistics of each block so far."""
+        result = {}
+        for (i, block), totals, counts in self._sums_by_block():
+            row_counts = tf.unstack(tf.convert_to_tensor(counts))
+            sums = map(Statistic, map(tf.convert_to_tensor, totals), row_counts)
+            result[i] = dict(zip(block.factors, sums, strict=True))
+        return result
+
+    def _sums_by_block(
+        self,
+    ) -> Iterator[tuple[tuple[int, Block], list[Any], Any]]:
+        """Return ((position, block), totals, counts) of every block."""
+        items = self._blocks.items()
+        return zip(items, self._totals, self._counts, strict=True)

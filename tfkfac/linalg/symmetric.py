@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.linalg.tensors import all_finite, nan_unless, rounding
+from tfkfac.linalg.tensors import nan_unless, rounding
 
 LARGE = 384  # Rows from which on block inversion is faster than solving.
 # Recursion depth of the block inversion: 2 levels leave 4 diagonal blocks.
@@ -29,28 +29,25 @@ def eigh(matrix: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     TensorFlow's CPU kernel raises for non-finite matrices, which would end
     training. Here they result in NaN, which the caller has to reject.
     """
-    finite = all_finite([matrix])
+    sums = tf.reduce_sum(matrix, [-2, -1], keepdims=True)
+    finite = tf.math.is_finite(sums)
     identity = tf.eye(tf.shape(matrix)[-1], dtype=matrix.dtype)
     values, vectors = tf.linalg.eigh(
         tf.where(finite, symmetrize(matrix), identity)
     )
-    return nan_unless(finite, tf.maximum(values, 0)), vectors
+    values = nan_unless(tf.squeeze(finite, -1), tf.maximum(values, 0))
+    return values, vectors
 
 
-def damped_inverse(
-    matrix: tf.Tensor, damping: tf.Tensor, large: bool | None = None
-) -> tf.Tensor:
+def damped_inverse(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
     """Compute `(M + damping I)^-1` by Cholesky.
 
     The damping is at least the rounding error of the factorisation, `4 eps
     trace(M)`, so that a singular matrix has an inverse. If the factorisation
-    fails, the result is NaN, which the caller has to reject. `large` selects
-    block inversion; None for `n >= LARGE`.
+    fails, the result is NaN, which the caller has to reject.
     """
     root = _damped_cholesky(matrix, damping)
-    if large is None:
-        large = matrix.shape[-1] >= LARGE
-    if large:
+    if matrix.shape[-1] >= LARGE:
         # Compute L^-1 and L^-T L^-1 blockwise, mostly by matrix products.
         # Solving for the identity has similar errors (Higham, 2002, section
         # 14.2), but takes twice the operations and uses a single core.
@@ -58,18 +55,15 @@ def damped_inverse(
     return symmetrize(tf.linalg.cholesky_solve(root, _identity(root)))
 
 
-def damped_inverse_root(
-    matrix: tf.Tensor, damping: tf.Tensor, large: bool | None = None
-) -> tf.Tensor:
+def damped_inverse_root(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
     """Compute the upper triangular R with `R R^T = (M + damping I)^-1`.
 
     `R = L^-T` for the Cholesky factor L of the damped matrix. Arguments,
     minimum damping and failures as in `damped_inverse`.
     """
     root = _damped_cholesky(matrix, damping)
-    if large is None:
-        large = matrix.shape[-1] >= LARGE
-    inverse = _inverse(root, _LEVELS if large else 0)
+    is_large = matrix.shape[-1] >= LARGE
+    inverse = _inverse(root, _LEVELS if is_large else 0)
     return tf.linalg.matrix_transpose(inverse)
 
 

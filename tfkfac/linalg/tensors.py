@@ -1,4 +1,4 @@
-"""Finiteness checks, selection by a flag, stacking, sizes, epsilon."""
+"""Finiteness checks, selection by flags, sums of rows, sizes, epsilon."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,8 +26,28 @@ def are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.math.is_finite(tf.stack([tf.cast(x, widest) for x in sums]))
 
 
+def row_sums(stack: tf.Tensor) -> tf.Tensor:
+    """Sum over all axes except the first."""
+    axes = list(range(1, stack.shape.rank))
+    return tf.reduce_sum(stack, axes) if axes else stack
+
+
+def row_squares(stack: tf.Tensor) -> tf.Tensor:
+    """Return half the squared norm of each row of the first axis."""
+    if stack.shape[0] == 1:  # `l2_loss` has no temporary tensor of squares
+        return tf.nn.l2_loss(stack)[None]
+    return row_sums(tf.square(stack)) / 2
+
+
+def unstacked(stack: tf.Tensor) -> list[tf.Tensor]:
+    """Invert `tf.stack`; the number of rows is static."""
+    if stack.shape[0] == 1:  # `tf.unstack` would copy
+        return [tf.squeeze(stack, [0])]
+    return tf.unstack(stack)
+
+
 def select(flag: tf.Tensor, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-    """Return x if a scalar flag is true, else y."""
+    """Return x if a flag is true, else y; a scalar, or a flag per row."""
     # `tf.where` broadcasts the flag on a CPU and takes ten times as long.
     return tf.raw_ops.Select(condition=flag, x=x, y=y)
 
@@ -40,13 +60,6 @@ def nan_unless(valid: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
     """
     flag = tf.cast(valid, tensor.dtype)
     return tf.where(valid, tensor, tf.zeros_like(tensor)) / flag
-
-
-def stack_scalars(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Stack scalars of any float dtypes into a float64 vector."""
-    widest = max((x.dtype for x in scalars), key=lambda dtype: dtype.size)
-    vector = tf.stack([tf.cast(x, widest) for x in scalars])
-    return tf.cast(vector, tf.float64)
 
 
 def rounding(dtype: tf.DType) -> float:

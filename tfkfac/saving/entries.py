@@ -64,6 +64,23 @@ class Region(NamedTuple):
         )
 
 
+class Row:
+    """View of one row of a variable, for entries and events."""
+
+    def __init__(self, rows: tf.Variable, index: int) -> None:
+        self._rows = rows
+        self._index = index
+        self.shape, self.dtype = rows.shape[1:], rows.dtype
+
+    def numpy(self) -> Any:
+        """Return the value of the row as a NumPy array or scalar."""
+        return self._rows[self._index].numpy()
+
+    def assign(self, value: tf.Tensor) -> None:
+        """Assign a value to the row."""
+        self._rows[self._index].assign(value)
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """Variable to save, with its name and layout in a file.
@@ -84,7 +101,7 @@ class Entry:
 
     layer: str
     name: str
-    variable: tf.Variable
+    variable: tf.Variable | Row
     spread: Spread = Spread.REPLICATED
     section: str = STATE
     region: Region | None = None

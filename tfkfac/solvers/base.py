@@ -32,6 +32,9 @@ class Solver(abc.ABC):
     Kronecker factors these are `R_A^T W R_G` and `R_A Q R_G^T`. `change_root`
     converts the momentum, a sum of results of `apply`, at an inverse update.
 
+    All methods also accept stacks: every tensor then has a first axis more,
+    that of blocks with equal factors.
+
     Args:
         name: Registered name, also the name of the section in saved state.
         by_roots: True to decompose into roots. Defaults to False.
@@ -95,7 +98,8 @@ class Solver(abc.ABC):
             factors: Types of the block's factors.
             values: Factors that this worker owns, by name.
             means: Mean eigenvalue of each factor of the block.
-            damping: The damping, a scalar.
+            damping: The damping, a scalar; for a stack, of the shape of
+                `means`, or with sizes of 1.
 
         Returns:
             The parts of these factors, by name.

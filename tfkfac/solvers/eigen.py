@@ -50,7 +50,7 @@ class EigenSolver(Solver):
         outer = parts["G" + VALUES][..., None, :]
         if "A" + VALUES in parts:
             outer = parts["A" + VALUES][..., :, None] * outer
-        damped = outer + tf.cast(damping, outer.dtype)
+        damped = outer + tf.cast(damping, outer.dtype)[..., None, None]
         # Bound the condition number, in case the damping is 0. Set D = 1 for a
         # block of zeros.
         largest = tf.reduce_max(damped, [-2, -1], keepdims=True)

@@ -1,0 +1,107 @@
+"""Groups of blocks with equal factors: rows of stacks."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfkfac
+from tests.support.harness import randomize
+from tests.support.small import loss, rows_of
+
+WIDTH, CLASSES = 5, 3
+X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype("float32")
+Y = np.arange(16) % CLASSES
+
+
+def network() -> Any:
+    """Three equal layers, and another."""
+    equal = [layers.Dense(WIDTH, "tanh", name=name) for name in "abc"]
+    model = keras.Sequential(
+        [keras.Input((WIDTH,)), *equal, layers.Dense(CLASSES, name="logits")]
+    )
+    randomize(model)
+    return model
+
+
+def optimizer(step: str) -> Any:
+    inner = keras.optimizers.SGD(0.1) if step == "natural" else None
+    options = {"kl_clip": None} if step == "natural" else {}
+    return tfkfac.KFAC(inner, step=step, fisher="empirical", **options)
+
+
+def state_of(kfac: Any, path: str) -> list[Any]:
+    names = "factor_", "weight", "solver_", "whitened_", "row_", "column_"
+    rows = rows_of(kfac.method.states, path, names)
+    return [np.array(row.numpy()) for row in rows]
+
+
+def train(model: Any, kfac: Any, weights: list[Any]) -> None:
+    """Train some weights for a step, in a graph."""
+
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            value = loss()(Y, model(X, training=True))
+        kfac.apply(tape.gradient(value, weights), weights)
+
+    step()
+
+
+def test_equal_blocks_share_variables() -> None:
+    kfac = optimizer("spectral").attach(model := network())
+    kfac.build(model.trainable_variables)
+    (state,) = kfac.method.states
+    assert [x.positions for x in state.averages] == [(0, 1, 2), (3,)]
+    assert [x.positions for x in state.preconditioners] == [(0, 1, 2), (3,)]
+    assert state.averages[0].averages[0].shape == (3, WIDTH + 1, WIDTH + 1)
+
+
+@pytest.mark.parametrize("step", ["natural", "spectral"])
+def test_layers_without_gradients_keep_their_rows(step: str) -> None:
+    """A step of some equal layers: the others do not change.
+
+    Without a clip, natural-gradient steps are those of a step of all layers.
+    """
+    results = {}
+    for present in (["a", "c"], ["a", "b", "c", "logits"]):
+        kfac = optimizer(step).attach(model := network())
+        kfac.build(model.trainable_variables)
+        before = {x: state_of(kfac, x) for x in ("b", "c", "logits")}
+        weights = [
+            variable
+            for layer in model.layers
+            if layer.name in present
+            for variable in layer.trainable_variables
+        ]
+        train(model, kfac, weights)
+        results[len(present)] = model.get_weights()
+        for path, old in before.items():
+            new = state_of(kfac, path)
+            same = all(map(np.array_equal, old, new))
+            assert same == (path not in present), path
+    if step == "natural":
+        for i in (0, 1, 4, 5):
+            some, every = results[2][i], results[4][i]
+            np.testing.assert_allclose(some, every, rtol=1e-5, atol=1e-7)
+
+
+def test_state_of_layers_that_remain() -> None:
+    """A frozen layer leaves its group; the others keep their state."""
+    model = network()
+    model.compile(optimizer("spectral"), loss())
+    model.train_on_batch(X, Y)
+    kfac = model.optimizer
+    before = {path: state_of(kfac, path) for path in "ac"}
+    model.get_layer("b").trainable = False
+    model.compile(kfac, loss())
+    kfac.build(model.trainable_variables)
+    (state,) = kfac.method.states
+    assert [len(x.positions) for x in state.averages] == [2, 1]
+    for path, old in before.items():
+        for got, want in zip(state_of(kfac, path), old, strict=True):
+            assert np.any(want)
+            np.testing.assert_array_equal(got, want)
