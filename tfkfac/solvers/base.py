@@ -32,8 +32,10 @@ class Solver(abc.ABC):
     Kronecker factors these are `R_A^T W R_G` and `R_A Q R_G^T`. `change_root`
     converts the momentum, a sum of results of `apply`, at an inverse update.
 
-    All methods also accept stacks: every tensor then has a first axis more,
-    that of blocks with equal factors.
+    The methods of the built-in solvers also accept stacks: every tensor then
+    has a first axis more, that of blocks with equal factors, and the damping
+    has the shape of `means`, or sizes of 1. A registered solver is called for
+    one block at a time.
 
     Args:
         name: Registered name, also the name of the section in saved state.
@@ -98,8 +100,7 @@ class Solver(abc.ABC):
             factors: Types of the block's factors.
             values: Factors that this worker owns, by name.
             means: Mean eigenvalue of each factor of the block.
-            damping: The damping, a scalar; for a stack, of the shape of
-                `means`, or with sizes of 1.
+            damping: The damping, a scalar.
 
         Returns:
             The parts of these factors, by name.

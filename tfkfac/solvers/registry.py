@@ -5,6 +5,7 @@ import inspect
 from tfkfac.solvers.base import Solver
 from tfkfac.solvers.eigen import EigenSolver
 from tfkfac.solvers.inverse import InverseSolver
+from tfkfac.solvers.stacks import BlockByBlock
 
 _BUILT_IN: dict[str, type[Solver]] = {
     "eigen": EigenSolver,
@@ -68,4 +69,5 @@ def make_solver(name: str, by_roots: bool = False) -> Solver:
             "Argument `solver` must be the name of a solver with the method "
             f"`apply_back` for step='spectral'. Received: solver={name!r}"
         )
-    return solver_class(name, by_roots)
+    solver = solver_class(name, by_roots)
+    return solver if name in _BUILT_IN else BlockByBlock(solver)
