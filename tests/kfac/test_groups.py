@@ -11,6 +11,8 @@ from keras import layers
 import tfkfac
 from tests.support.harness import randomize
 from tests.support.small import loss, rows_of
+from tfkfac.solvers import Solver
+from tfkfac.solvers.registry import SOLVERS
 
 WIDTH, CLASSES = 5, 3
 X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype("float32")
@@ -27,10 +29,12 @@ def network() -> Any:
     return model
 
 
-def optimizer(step: str) -> Any:
+def optimizer(step: str, solver: str = "inverse") -> Any:
     inner = keras.optimizers.SGD(0.1) if step == "natural" else None
     options = {"kl_clip": None} if step == "natural" else {}
-    return tfkfac.KFAC(inner, step=step, fisher="empirical", **options)
+    return tfkfac.KFAC(
+        inner, step=step, fisher="empirical", solver=solver, **options
+    )
 
 
 def state_of(kfac: Any, path: str) -> list[Any]:
@@ -105,3 +109,44 @@ def test_state_of_layers_that_remain() -> None:
         for got, want in zip(state_of(kfac, path), old, strict=True):
             assert np.any(want)
             np.testing.assert_array_equal(got, want)
+
+
+def strict(base: type[Solver]) -> type[Solver]:
+    """Return a solver that accepts a single block only."""
+
+    class Strict(base):  # type: ignore[misc, valid-type]
+        def decompose(
+            self, factors: Any, values: Any, means: Any, damping: Any
+        ) -> Any:
+            for tensor in (damping, *means.values()):
+                assert tensor.shape.rank == 0
+            for value in values.values():
+                assert value.shape.rank == 2
+            return super().decompose(factors, values, means, damping)
+
+        def combine(self, parts: Any, damping: Any) -> Any:
+            assert damping.shape.rank == 0
+            return super().combine(parts, damping)
+
+        def apply(self, factors: Any, parts: Any, gradient: Any) -> Any:
+            for part in parts.values():
+                assert part.shape.rank <= 2
+            return super().apply(factors, parts, gradient)
+
+    return Strict
+
+
+@pytest.mark.parametrize("name", ["inverse", "eigen"])
+@pytest.mark.parametrize("step", ["natural", "spectral"])
+def test_a_registered_solver_sees_single_blocks(name: str, step: str) -> None:
+    """Its steps are those of the built-in solver on stacks."""
+    tfkfac.register_solver("strict", strict(SOLVERS[name]))
+    results = []
+    for solver in (name, "strict"):
+        kfac = optimizer(step, solver).attach(model := network())
+        kfac.build(model.trainable_variables)
+        for _ in range(2):
+            train(model, kfac, model.trainable_variables)
+        results.append(model.get_weights())
+    for got, want in zip(*results, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5)

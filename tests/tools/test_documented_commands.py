@@ -60,6 +60,8 @@ RUNS = (
      "--examples 200 --epochs 1 --optimizer kfac", "val_iou"),
     (f"python tools/launch.py 2 -- {CLASSIFY} --epochs 5",
      "--epochs 1 --optimizer kfac", "[worker 0] 23/23"),
+    ("python tools/studies/compiled_step.py m1", "--optimizer muon",
+     "instructions, 0 cholesky("),
     ("python tools/same_bits.py write before.npz",
      "--only process/dense/defaults", "1 runs"),
 )  # fmt: skip
