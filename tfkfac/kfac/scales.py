@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfkfac.compat.graphs import before_relu
@@ -318,7 +317,7 @@ def _deviation(sums: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
     The deviation is about each output's mean. Without a variance, as for a
     single row, use the root mean square; if this is 0, use 1. The mean square
-    of fewer than `_MIN_ROWS` rows is infinite.
+    of fewer than `_MIN_ROWS` rows is the largest number.
     """
     columns = (sums.shape[0] - 2) // 2
     squares, power, totals, means = tf.split(sums, [1, 1, columns, columns])
@@ -334,4 +333,4 @@ def _deviation(sums: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     variance *= tf.math.divide_no_nan(rows, rows - 1)
     variance = tf.where(is_constant, power, variance)
     deviation = tf.sqrt(tf.where(variance > 0, variance, 1.0))
-    return deviation, tf.where(rows >= _MIN_ROWS, power, np.inf)
+    return deviation, tf.where(rows >= _MIN_ROWS, power, power.dtype.max)
