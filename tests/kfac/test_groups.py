@@ -150,3 +150,32 @@ def test_a_registered_solver_sees_single_blocks(name: str, step: str) -> None:
         results.append(model.get_weights())
     for got, want in zip(*results, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5)
+
+
+class Nothing(Solver):
+    """A solver that stores no tensors."""
+
+    def parts(self, factors: Any, name: str) -> Any:
+        return {}
+
+    def decompose(
+        self, factors: Any, values: Any, means: Any, damping: Any
+    ) -> Any:
+        return {}
+
+    def apply(self, factors: Any, decomposition: Any, gradient: Any) -> Any:
+        return gradient
+
+
+def test_a_registered_solver_without_tensors() -> None:
+    """The steps are those of gradient descent."""
+    tfkfac.register_solver("nothing", Nothing)
+    model, plain = network(), network()
+    kfac = optimizer("natural", "nothing").attach(model)
+    kfac.build(model.trainable_variables)
+    train(model, kfac, model.trainable_variables)
+    plain.compile(keras.optimizers.SGD(0.1), loss())
+    plain.train_on_batch(X, Y)
+    weights = model.get_weights(), plain.get_weights()
+    for got, want in zip(*weights, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)

@@ -18,7 +18,7 @@ from tfkfac.blocks import Block, MatrixGradient
 from tfkfac.blocks.registry import build_registry
 from tfkfac.saving.entries import FORMAT_SECTION, SHARE, STATE
 from tfkfac.solvers import InverseSolver, Solver
-from tfkfac.solvers.registry import make_solver
+from tfkfac.solvers.registry import SOLVERS as CLASSES
 
 SOLVERS = ["inverse", "eigen"]
 # Cases for the solvers of `tests.support.printed`.
@@ -68,7 +68,7 @@ class Bench:
         self, factors: dict[str, Array], damping: float, dtype: str = "float64"
     ) -> Array:
         """Precondition W."""
-        solver = make_solver(self.solver)
+        solver = CLASSES[self.solver](self.solver)
         parts = self.decompose(solver, factors, damping, dtype)
         gradient = MatrixGradient(tf.constant(self.W, dtype))
         return np.asarray(solver.apply(self.specs, parts, gradient).matrix)
@@ -77,7 +77,7 @@ class Bench:
         self, factors: dict[str, Array], damping: float
     ) -> tuple[Array, Array]:
         """Return `X = R^T W` and `R X` of the root R."""
-        solver = make_solver(self.solver, by_roots=True)
+        solver = CLASSES[self.solver](self.solver, by_roots=True)
         parts = self.decompose(solver, factors, damping, "float64")
         gradient = MatrixGradient(tf.constant(self.W))
         X = solver.apply(self.specs, parts, gradient).matrix
@@ -86,7 +86,7 @@ class Bench:
 
     def whiten_anew(self, factors: dict[str, Array], damping: float) -> Array:
         """Return `R^T W`, given that of the root of other factors."""
-        solver = make_solver(self.solver, by_roots=True)
+        solver = CLASSES[self.solver](self.solver, by_roots=True)
         gradient = MatrixGradient(tf.constant(self.W))
         old, new = (
             self.decompose(solver, values, damping, "float64")

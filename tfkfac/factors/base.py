@@ -148,7 +148,7 @@ class Factor(abc.ABC):
     A `Factor` holds no tensor; its methods take the stored tensor as `value`.
 
     Except for `gram` and the specs, all methods also accept stacks: every
-    tensor then has a first axis more, that of blocks with equal factors.
+    tensor then has an additional first axis, over blocks with equal factors.
 
     A decomposition is a dict of tensors by suffix; the main tensor has the
     empty suffix. `solver="inverse"` uses `inverse` and `multiply`, in spectral

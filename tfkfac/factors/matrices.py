@@ -2,11 +2,15 @@
 
 import abc
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import ClassVar
 
 import tensorflow as tf
 from typing_extensions import override
 
+from tfkfac.compat.functions import shared_call
+from tfkfac.compat.graphs import in_xla
 from tfkfac.factors.base import (
     VALUES,
     Factor,
@@ -16,7 +20,12 @@ from tfkfac.factors.base import (
     Tensors,
     TrianglePart,
 )
-from tfkfac.linalg.symmetric import damped_inverse, damped_inverse_root, eigh
+from tfkfac.linalg.symmetric import (
+    LARGE,
+    damped_inverse,
+    damped_inverse_root,
+    eigh,
+)
 from tfkfac.linalg.tensors import rounding
 
 
@@ -51,7 +60,21 @@ class _Matrices(Factor, abc.ABC):
 
     @override
     def inverse(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
-        return {"": damped_inverse(value, damping)}
+        return self._decompose(damped_inverse, value, damping)
+
+    def _decompose(
+        self,
+        decompose: Callable[..., tf.Tensor],
+        value: tf.Tensor,
+        damping: tf.Tensor,
+    ) -> Tensors:
+        """Call `decompose(matrices, damping)` in a trace for all sizes."""
+        large = self.size >= LARGE  # the traced function has no static sizes
+        function = functools.partial(decompose, large=large)
+        key = None if in_xla() else (decompose, large)
+        result = shared_call(key, function, value, damping, any_size=True)
+        result.set_shape(value.shape)
+        return {"": result}
 
     @override
     def for_products(self, inverse: Tensors, dtype: tf.DType) -> Tensors:
@@ -72,7 +95,7 @@ class _Matrices(Factor, abc.ABC):
 
     @override
     def root(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
-        return {"": damped_inverse_root(value, damping)}
+        return self._decompose(damped_inverse_root, value, damping)
 
     @override
     def multiply_root(
@@ -105,7 +128,10 @@ class _Matrices(Factor, abc.ABC):
 
     @override
     def eigen(self, value: tf.Tensor) -> Tensors:
-        values, vectors = eigh(value)
+        key = None if in_xla() else "eigh"
+        values, vectors = shared_call(key, eigh, value, any_size=True)
+        values.set_shape(value.shape[:-1])
+        vectors.set_shape(value.shape)
         return {"": vectors, VALUES: values}
 
     @override

@@ -271,6 +271,8 @@ class FactorAverages(Group):
                 new = self.factor_types[name].mean_eigenvalue(new)
             # Rows that are not accepted may have a count of 0.
             scale = tf.math.divide_no_nan(new_weight, count)
+            # A rejected count may be NaN.
+            scale = tf.where(accepted, scale, tf.zeros_like(scale))
             mixed = tf.math.multiply_no_nan(old, per_row(old_decay, old))
             mixed += tf.math.multiply_no_nan(new, per_row(scale, new))
             self.write(variable, rows, mixed)
@@ -369,14 +371,16 @@ class Decomposition(Group):
         due: tf.Tensor,
         momentum: "Momentum | None",
     ) -> tf.Tensor:
-        """Replace decompositions if due and finite; a bool per row if finite.
+        """Replace decompositions that are due and finite.
 
-        The momenta are then whitened by the new roots.
+        The momenta are then whitened by the new roots. Return a bool per row,
+        True if it is finite.
         """
         damping = self.per_matrix(damping)
         combined = self.solver.combine(parts, damping)
         new = {k: tf.cast(v, self._stored_dtype) for k, v in combined.items()}
         finite = rows_finite(list(new.values()))
+        finite = tf.broadcast_to(finite, [len(rows)])  # if nothing is stored
         accepted = finite & due
         if momentum is not None:
             X = self.read(momentum.value, rows)

@@ -33,9 +33,9 @@ class Solver(abc.ABC):
     converts the momentum, a sum of results of `apply`, at an inverse update.
 
     The methods of the built-in solvers also accept stacks: every tensor then
-    has a first axis more, that of blocks with equal factors, and the damping
-    has the shape of `means`, or sizes of 1. A registered solver is called for
-    one block at a time.
+    has an additional first axis, over blocks with equal factors, and the
+    damping has the shape of `means`, or sizes of 1. A registered solver is
+    called for one block at a time.
 
     Args:
         name: Registered name, also the name of the section in saved state.

@@ -63,18 +63,12 @@ class BlockByBlock(Solver):
     def apply(
         self, factors: Factors, decomposition: Tensors, gradient: LayerGradient
     ) -> LayerGradient:
-        blocks = iter(gradient.by_layer())
+        def apply(decomposition: Any, tensors: Any) -> Any:
+            block = _gradient(tensors)
+            result = self._solver.apply(factors, decomposition, block)
+            return _tensors(result)
 
-        def apply(decomposition: Any) -> Any:
-            result = self._solver.apply(factors, decomposition, next(blocks))
-            if isinstance(result, RowGradient):
-                return result.a, result.g
-            return result.matrix
-
-        result = _map(apply, decomposition)
-        if isinstance(result, tuple):
-            return RowGradient(*result)
-        return MatrixGradient(result)
+        return _gradient(_map(apply, decomposition, _tensors(gradient)))
 
     @override
     def apply_back(
@@ -93,6 +87,20 @@ class BlockByBlock(Solver):
             return self._solver.change_root(factors, old, new, matrix)
 
         return _map(change_root, old, new, matrix)
+
+
+def _tensors(gradient: LayerGradient) -> tuple[tf.Tensor, ...]:
+    """Return the rows or the matrix of a gradient."""
+    if isinstance(gradient, RowGradient):
+        return gradient.a, gradient.g
+    return (gradient.matrix,)
+
+
+def _gradient(tensors: tuple[tf.Tensor, ...]) -> LayerGradient:
+    """Return the gradient of the result of `_tensors`."""
+    if len(tensors) == 2:
+        return RowGradient(*tensors)
+    return MatrixGradient(*tensors)
 
 
 def _map(function: Callable[..., Any], *stacks: Any) -> Any:
