@@ -80,7 +80,7 @@ def compiled_mlp(
 def rows_of(
     states: Sequence[Any], path: str, names: str | tuple[str, ...]
 ) -> list[Any]:
-    """Return the state of a layer whose name starts with `names`."""
+    """Return the entries of a layer's state whose names begin with `names`."""
     return [
         entry.variable
         for state in states

@@ -4,7 +4,7 @@ from compiled_step import compiled_step
 
 
 def test_equal_layers_share_the_instructions_of_a_step() -> None:
-    """Ten equal layers: `KFAC()` adds at most 4.5 times as much as Muon.
+    """Nine equal layers and an output layer: at most 4.5 times Muon's addition.
 
     The inverse updates are not in the compiled step.
     """

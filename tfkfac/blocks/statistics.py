@@ -37,8 +37,9 @@ class Subsample(NamedTuple):
 
     def is_whole(self, size: int | tf.Tensor) -> bool:
         """True if a batch of a static size is used as a whole."""
-        is_small = isinstance(size, int) and size <= self.min_examples
-        return is_small or (isinstance(size, int) and self.fraction == 1)
+        return isinstance(size, int) and (
+            size <= self.min_examples or self.fraction == 1
+        )
 
 
 def choose_subsample(

@@ -169,16 +169,20 @@ def refill(
     }
     result = []
     for members in groups:
-        found = [places.get(same_block_key(b)) for b in members.values()]
-        existing = found[0] and found[0][0]
-        rows = [(existing, row) for row in range(len(found))]
-        if existing and found == rows and len(existing.blocks) == len(rows):
+        old_places = [places.get(same_block_key(b)) for b in members.values()]
+        existing = old_places[0][0] if old_places[0] is not None else None
+        rows = [(existing, row) for row in range(len(old_places))]
+        if (
+            existing is not None
+            and old_places == rows
+            and len(existing.blocks) == len(rows)
+        ):
             existing.place(members)
             result.append(existing)
             continue
         with name_in_memory_errors(next(iter(members.values())).path):
             group = make(members)
-        for row, place in enumerate(found):
+        for row, place in enumerate(old_places):
             if place is not None:
                 pairs = zip(group.variables, place[0].variables, strict=False)
                 for variable, source in pairs:

@@ -386,19 +386,19 @@ class KFACMethod(Method):
         schedule_groups = defaultdict(list)
         for i in positions:
             schedule_groups[placement.schedule_groups[i]].append(i)
-        for _, positions in sorted(schedule_groups.items()):
+        for _, members in sorted(schedule_groups.items()):
             group_due = due & tf.constant(
-                [i in positions for i in range(len(placement.blocks))]
+                [i in members for i in range(len(placement.blocks))]
             )
 
             def decompose_group(
-                positions: Sequence[int] = positions,
+                members: Sequence[int] = members,
                 due: tf.Tensor = group_due,
             ) -> None:
                 decompositions = placement.exchange.share_decompositions(
                     group,
-                    state.decompose(positions, placement.solver, dampings),
-                    positions,
+                    state.decompose(members, placement.solver, dampings),
+                    members,
                 )
                 state.replace_decompositions(decompositions, dampings, due)
 

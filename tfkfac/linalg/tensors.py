@@ -53,7 +53,7 @@ def select(flag: tf.Tensor, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 
 
 def nan_unless(valid: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    """Return a tensor, or NaN if the scalar `valid` is False.
+    """Return a tensor, or NaN where `valid` is False; `valid` broadcasts.
 
     NaN is computed as 0 / 0: `tf.debugging.enable_check_numerics` raises on
     each constant that is NaN or infinite, even if the graph does not use it.

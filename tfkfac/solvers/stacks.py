@@ -1,5 +1,6 @@
 """Registered solvers for stacks of blocks."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,10 @@ class BlockByBlock(Solver):
         return self._solver.kept(factors)
 
     @override
+    def all_parts(self, factors: Factors) -> dict[str, Part]:
+        return self._solver.all_parts(factors)
+
+    @override
     def decompose(
         self,
         factors: Factors,
@@ -74,18 +79,14 @@ class BlockByBlock(Solver):
     def apply_back(
         self, factors: Factors, decomposition: Tensors, matrix: tf.Tensor
     ) -> tf.Tensor:
-        def apply_back(decomposition: Any, matrix: Any) -> Any:
-            return self._solver.apply_back(factors, decomposition, matrix)
-
+        apply_back = functools.partial(self._solver.apply_back, factors)
         return _map(apply_back, decomposition, matrix)
 
     @override
     def change_root(
         self, factors: Factors, old: Tensors, new: Tensors, matrix: tf.Tensor
     ) -> tf.Tensor:
-        def change_root(old: Any, new: Any, matrix: Any) -> Any:
-            return self._solver.change_root(factors, old, new, matrix)
-
+        change_root = functools.partial(self._solver.change_root, factors)
         return _map(change_root, old, new, matrix)
 
 
