@@ -38,6 +38,7 @@ class Rendezvous(NamedTuple):
 
 def request_interval_s(size: int) -> float:
     """Return the time between two requests of a worker, by the job's size."""
+    # Up to 500 workers, worker 0 answers at most 256 requests a second.
     return min(POLL_INTERVAL_S + size / 256, 2.0)
 
 

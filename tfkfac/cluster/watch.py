@@ -105,10 +105,11 @@ class Watch(Listener):
             yield
             return
         self.has_started = True
-        # Another thread must not take this `fit` for ended.
+        self.has_stepped = False
+        # The start comes first: another thread must not take this `fit` for
+        # ended.
         self._fit_start = time.monotonic()
         self._num_fits += 1
-        self.has_stepped = False
         try:
             yield
         except SystemExit:

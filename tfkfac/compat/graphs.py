@@ -403,8 +403,8 @@ def nonzero_variables(captured: Sequence[tf.Tensor]) -> Iterator[None]:
                 handles.append(x)
     with kept_variables(handles):
         for x in handles:
-            one = tf.ones([], _variable_dtype(x))
-            tf.raw_ops.AssignVariableOp(resource=x, value=one)
+            ones = tf.ones([], _variable_dtype(x))
+            tf.raw_ops.AssignVariableOp(resource=x, value=ones)
         yield
 
 
