@@ -356,7 +356,7 @@ def test_state_bytes_are_those_of_the_variables(
         "decompositions": stored_bytes(inverse, "solver_"),
     }
     if "step" in options:
-        names = "whitened_momentum", "row_extents", "column_extents"
+        names = "whitened_momentum", "extents"
         want["momenta"] = stored_bytes(dtype, *names)
     else:
         row = blocks_of(optimizer)["tokens"]

@@ -215,7 +215,7 @@ def state_of(model: Any) -> Any:
 # Names of the state of a layer.
 STATE = {
     "decomposition": ("solver_",),
-    "momentum": ("whitened_momentum", "row_extents", "column_extents"),
+    "momentum": ("whitened_momentum", "extents"),
 }
 
 
