@@ -15,6 +15,7 @@ from tfkfac.compat.graphs import Tracked, state_variable
 from tfkfac.factors import Tensors
 from tfkfac.fisher.types import Statistics
 from tfkfac.kfac.averages import (
+    MAX_ELEMENTS,
     Decomposition,
     FactorAverages,
     Group,
@@ -117,9 +118,16 @@ class State(Tracked):
         return [*self.averages, *groups]
 
     def fill(
-        self, placement: Placement, rank: int, has_momenta: bool = False
+        self,
+        placement: Placement,
+        rank: int,
+        has_momenta: bool = False,
+        limit: int = MAX_ELEMENTS,
     ) -> None:
-        """Create the state of each block, or reuse state with an equal key."""
+        """Create the state of each block, or reuse state with an equal key.
+
+        `limit` is the maximum number of elements of a group.
+        """
         if has_momenta:
             self.length = self.length or SpectralLength()
             self.length.is_recurrent = any(
@@ -135,13 +143,15 @@ class State(Tracked):
         owned = {i: block for i, block in blocks.items() if plan.owns(rank, i)}
         self.averages = refill(
             self.averages,
-            partition(owned, lambda i: tuple(plan.owns(rank, i))),
+            partition(owned, lambda i: tuple(plan.owns(rank, i)), limit),
             lambda members: FactorAverages(
                 members, plan.owns(rank, next(iter(members)))
             ),
         )
         # Equal on all workers: other stacks have other rounding errors.
-        groups = partition(blocks, lambda i: plan.layers[i].gradient_workers)
+        groups = partition(
+            blocks, lambda i: plan.layers[i].gradient_workers, limit
+        )
         self.preconditioners = refill(
             self.preconditioners,
             groups,
