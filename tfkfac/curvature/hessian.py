@@ -132,12 +132,16 @@ def no_second_derivative(
         for operation in graph.get_operations():
             if operation.type == op_type:
                 for scope in operation.name.split("/"):
-                    # Keras before 3.16 appends a number to the first scope.
-                    unnumbered = re.sub(r"_\d+$", "", scope)
-                    matches = {unnumbered, scope} & names
+                    # Keras 3.16 and later does not number the first scope.
+                    matches = {layer_name(scope), scope} & names
                     layers += sorted(matches, key=len)[:1]
     location = f"Layer '{layers[-1]}'" if layers else "An operation"
     return NotImplementedError(
         f"{location} of model '{model.name}' has no second derivative in "
         f"TensorFlow: operation {op_type} has no gradient.{ADVICE}"
     )
+
+
+def layer_name(scope: str) -> str:
+    """Remove the number that Keras appends to a layer's name scope."""
+    return re.sub(r"_\d+$", "", scope)
