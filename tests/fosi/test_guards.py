@@ -334,7 +334,7 @@ def test_coefficients(layout: str, workers: int) -> None:
         subspace.ritz_values.assign(values)
         kept = []
         for step in steps:
-            own = shared.local_values(tf.constant(step), group.rank)
+            own = shared.columns.local_slice(tf.constant(step), group.rank)
             kept.append(subspace.clip_outlier(own, group).numpy())
         return kept, float(subspace.square)
 
@@ -344,7 +344,7 @@ def test_coefficients(layout: str, workers: int) -> None:
     np.testing.assert_array_equal(np.flatnonzero(clipped), [5, 7])
     for rank, ((got, _), received) in enumerate(run_together(workers, work)):
         for i, result in enumerate(got):
-            own = shared.local_values(tf.constant(want[i]), rank).numpy()
+            own = shared.columns.local_slice(tf.constant(want[i]), rank).numpy()
             np.testing.assert_allclose(result, own, rtol=1e-12)
             if not clipped[i]:
                 np.testing.assert_array_equal(result, own)

@@ -19,7 +19,7 @@ from tests.support.gauss_newton_reference import (
     squares_pull,
 )
 from tests.support.marks import with_slow
-from tfkfac.gauss_newton.solve import LARGEST, ResidualSpace, Search, search
+from tfkfac.gauss_newton.solve import LARGEST, NormalEquations, Search, search
 
 RNG = np.random.default_rng(0)
 X = RNG.uniform(-1, 1, size=(40, 2))
@@ -118,7 +118,7 @@ def tries(
 ) -> Search:
     zero = tf.zeros([4], tf.float64)
     return search(
-        ResidualSpace(tf.constant(ROWS), tf.constant(OFFSETS)),
+        NormalEquations.of_residuals(tf.constant(ROWS), tf.constant(OFFSETS)),
         loss,
         tf.convert_to_tensor(loss(zero)),
         tf.constant(damping, tf.float64),
