@@ -29,9 +29,6 @@ from tests.support.harness import assert_close, randomize
 from tests.support.reference import Array
 from tests.support.small import (
     assert_same,
-    compiled_mlp,
-    data,
-    everything,
     loss,
 )
 from tests.support.summaries import sequential
@@ -60,7 +57,7 @@ def test_oracle() -> None:
 
     for vectors, products in (
         (want["probe"], want["hessian_times_probe"]),
-        (np.eye(227), want["hessian"]),
+        (np.eye(227)[:, ::9], want["hessian"][:, ::9]),
     ):
         scale = np.abs(products).max()
         np.testing.assert_allclose(
@@ -118,9 +115,9 @@ def test_dropout_mask_is_fixed() -> None:
 
 
 def test_function_with_dynamic_batch_size() -> None:
-    model, x, y = ready("batch")
+    model, x, y = ready("tanh")
     vectors = noise(weight_count(model), 2)
-    specs = [tf.TensorSpec([None, *IMAGE]), tf.TensorSpec([None, 2])]
+    specs = [tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])]
 
     @tf.function(input_signature=specs)
     def product(x: Any, y: Any) -> Any:
@@ -316,20 +313,6 @@ def test_training_is_unchanged() -> None:
         assert any(part in name for name in before), part
     assert results[0][0] == results[1][0]
     np.testing.assert_equal(*([*after.values()] for _, after in results))
-
-
-def test_kfac_training_is_unchanged() -> None:
-    x, y = data()
-    results = []
-    for with_products in (False, True):
-        model = compiled_mlp(eager=True)
-        for _ in range(2):
-            if with_products:
-                vector = noise(weight_count(model))
-                hessian_vector_product(model, x, y, vector)
-            model.train_on_batch(x, y)
-        results.append(everything(model))
-    assert_same(results[1], results[0])
 
 
 def test_model_is_garbage_collected() -> None:
