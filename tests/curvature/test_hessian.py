@@ -32,14 +32,14 @@ from tests.support.small import (
     loss,
 )
 from tests.support.summaries import sequential
-from tfkfac.curvature import hessian_vector_product, lanczos
+from tfkfac.curvature import hessian_vector_product
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "fosi_mlp.npz"
 
 
 # ---------------------------------------------------------------------- oracle
 def test_oracle() -> None:
-    """Products with the model's Hessian, and its extreme eigenpairs."""
+    """Products with the model's Hessian, stored by an independent program."""
     with np.load(DATA) as file:
         want = {k: file[k] for k in file.files}
     model = sequential(
@@ -52,34 +52,13 @@ def test_oracle() -> None:
         layer.set_weights([want[key] for key in keys])
     model.compile("sgd", loss())
 
-    def multiply(vectors: Any) -> Any:
-        return hessian_vector_product(model, want["x"], want["y"], vectors)
-
     for vectors, products in (
         (want["probe"], want["hessian_times_probe"]),
         (np.eye(227)[:, ::9], want["hessian"][:, ::9]),
     ):
-        scale = np.abs(products).max()
-        np.testing.assert_allclose(
-            multiply(vectors), products, rtol=0, atol=2e-6 * scale
-        )
-
-    @tf.function
-    def pairs() -> Any:
-        return lanczos(
-            multiply,
-            227,
-            24,
-            start_vector=want["start_vector"],
-            num_smallest=2,
-            num_largest=4,
-        )
-
-    values, vectors = pairs()
-    exact = want["lanczos24/eigenvalues"]
-    np.testing.assert_allclose(values, exact, rtol=0, atol=2e-6 * exact[-1])
-    overlap = np.sum(vectors.numpy() * want["lanczos24/eigenvectors"], 0)
-    np.testing.assert_allclose(abs(overlap), 1, atol=1e-4)
+        got = hessian_vector_product(model, want["x"], want["y"], vectors)
+        tolerance = 2e-6 * np.abs(products).max()
+        np.testing.assert_allclose(got, products, rtol=0, atol=tolerance)
 
 
 # ----------------------------------------------------------------------- forms
