@@ -115,7 +115,7 @@ class SameChannelPairs(AllChannelPairs):
     ) -> list[tf.Tensor]:
         """Depthwise filter gradients `(*size, channels, 1)` of outputs."""
         sizes = tf.convert_to_tensor([*size, size_of(images, -1), 1])
-        return [
+        gradients = [
             tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
                 input=images,
                 filter_sizes=sizes,
@@ -125,6 +125,9 @@ class SameChannelPairs(AllChannelPairs):
             )
             for output in outputs
         ]
+        # TensorFlow does not initialise the result of an empty batch.
+        is_empty = tf.equal(tf.shape(images)[0], 0)
+        return [tf.where(is_empty, tf.zeros_like(g), g) for g in gradients]
 
     @override
     def as_factor(self, products: tf.Tensor) -> tf.Tensor:
