@@ -26,7 +26,9 @@ VERSION = tfkfac.__version__
 
 def test_one_version() -> None:
     assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
-    assert f"\n## [{VERSION}] - " in (ROOT / "CHANGELOG.md").read_text()
+    development = ".dev" in VERSION
+    heading = "[Unreleased]\n" if development else f"[{VERSION}] - "
+    assert f"\n## {heading}" in (ROOT / "CHANGELOG.md").read_text()
     assert (
         "version = attr: tfkfac.__version__" in (ROOT / "setup.cfg").read_text()
     )
