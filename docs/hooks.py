@@ -11,8 +11,6 @@ from mkdocs.structure.files import File
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "tfkfac"
 EXAMPLES = PACKAGE.parent / "examples"
-# Replacements in links of pages, and of the README of the examples.
-LINKS = {"../../examples/": "examples/", "../docs/pages/": "../"}
 
 
 def on_files(files: Any, config: Any, **_: Any) -> None:
@@ -30,11 +28,12 @@ def on_files(files: Any, config: Any, **_: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Let links to the examples lead to their pages in the site."""
-    for source, target in LINKS.items():
-        markdown = markdown.replace(f"]({source}", f"]({target}")
-    place = "" if page.file.src_uri.startswith("examples/") else "examples/"
-    return re.sub(rf"\]\(({place}\w+\.(?:py|ipynb))\)", r"](\1.md)", markdown)
+    """Let links to examples, and those of their README, lead to pages."""
+    if page.file.src_uri == "examples/README.md":
+        markdown = markdown.replace("](../docs/pages/", "](../")
+        return re.sub(r"\]\((\w+\.(?:py|ipynb))\)", r"](\1.md)", markdown)
+    link = r"\]\(((?:\.\./)*)\.\./\.\./(examples/\w+\.\w+)\)"
+    return re.sub(link, r"](\1\2.md)", markdown)
 
 
 def _cell(cell: dict[str, Any]) -> str:

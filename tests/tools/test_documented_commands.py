@@ -56,6 +56,7 @@ RUNS = (
     ("python examples/poisson.py", "--dimension 2 --steps 9", "9 steps"),
     ("python examples/quickstart.py", "", "Preconditioned weights: 26,122"),
     ("python examples/reproduce.py kaisa-figure-6 --quick", "", "Written"),
+    ("python examples/sobolev.py", "", "slopes: error"),
     ("python examples/segmentation.py --optimizer kfac adam",
      "--examples 200 --epochs 1 --optimizer kfac", "val_iou"),
     (f"python tools/launch.py 2 -- {CLASSIFY} --epochs 5",
