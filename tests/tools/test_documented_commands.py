@@ -63,6 +63,8 @@ RUNS = (
      "--epochs 1 --optimizer kfac", "[worker 0] 23/23"),
     ("python tools/studies/compiled_step.py m1", "--optimizer muon",
      "instructions, 0 cholesky("),
+    ("python tools/studies/stages.py --optimizer", "--rounds 1 --rows 8",
+     "inverses"),
     ("python tools/same_bits.py write before.npz",
      "--only process/dense/defaults", "1 runs"),
 )  # fmt: skip
