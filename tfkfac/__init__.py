@@ -26,7 +26,7 @@ from tfkfac.shell.loss_scale import LossScaleOptimizer
 from tfkfac.solvers import register_solver
 from tfkfac.supervision.model import supervise
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = [
     "FOSI",
     "KFAC",

@@ -238,6 +238,7 @@ BLOCKS: dict[type[keras.layers.Layer], BlockTypes] = {
     keras.layers.RMSNormalization: {"": NormalizationBlock},
     keras.layers.PReLU: {"": PReLUBlock},
 }
+"""Block classes of each layer class, by the suffix of their path."""
 # Normalisation layers of keras-hub: RMS of the last axis, with a scale only.
 _RMS_OF_KERAS_HUB = (
     "EdRecRMSNormalization",
