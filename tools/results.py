@@ -37,6 +37,14 @@ RACERS = {
     "tf_levenberg_marquardt": "tf-levenberg-marquardt",
     "adam": "Adam",
 }
+PUBLISHED_NAMES = {
+    "adamw": "AdamW",
+    "kfac": "`KFAC()`",
+    "muon": "Muon",
+    "gauss_newton": "`GaussNewton()`",
+}
+# Results of the authors.
+PUBLISHED = {"nanogpt": "1.88", "poisson": "1e-6 to 1e-8", "heat": ""}
 # Generated parts of the README: text between the comments `[start:NAME]` and
 # `[end:NAME]`.
 PARTS = {
@@ -111,6 +119,9 @@ def _study(study: Mapping[str, Any], records: Mapping[str, Any]) -> str:
     if "examples" in study:
         examples = json.loads((DOCS / study["examples"]).read_text())
         parts.append(markdown_table(*examples_table(examples["records"])))
+    if "published" in study:
+        published = json.loads((DOCS / study["published"]).read_text())
+        parts.append(markdown_table(*published_table(published["records"])))
     if "table" in study:
         parts.append(markdown_table(**study["table"]))
     return "\n\n".join(parts)
@@ -156,6 +167,34 @@ def race_table(
         for problem, row in cells.items()
     ]
     return ("problem", *RACERS.values()), rows
+
+
+def published_table(
+    records: Runs,
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Return a row for each benchmark, optimizer and number of steps.
+
+    Of the learning rates only that with the most seeds has a row.
+    """
+    cases: dict[Any, dict[float | None, list[Mapping[str, Any]]]] = {}
+    for record in records:
+        name, errors = record["benchmark"], record["benchmark"] != "nanogpt"
+        key = name, record["optimizer"], None if errors else record["steps"]
+        rates = cases.setdefault(key, {})
+        rates.setdefault(record.get("rate"), []).append(record)
+    rows = []
+    for (name, optimizer, steps), rates in cases.items():
+        rate = max(rates, key=lambda rate: len(rates[rate]))
+        ends = sorted(record["result"] for record in rates[rate])
+        text = report.spread(ends)
+        if steps is None:
+            text = f"{statistics.median(ends):.1e}, largest {ends[-1]:.1e}"
+            steps = f"{_mean(rates[rate], 'steps'):.0f}"
+        title = PUBLISHED_NAMES[optimizer] + (f" ({rate:g})" if rate else "")
+        row = name, PUBLISHED[name], title, str(steps), str(len(ends)), text
+        rows.append((*row, f"{_mean(rates[rate], 'cpu_seconds'):.0f}"))
+    columns = "benchmark", "published", "optimizer", "steps", "seeds"
+    return (*columns, "result", "CPU s"), rows
 
 
 def _short(method: str) -> str:
