@@ -220,10 +220,11 @@ def solve(name: str, seed: int, limit: float) -> Record:
     ends = keras.Input((2,)), hidden, layers.Dense(1, **options)
     network, optimizer = keras.Sequential(ends), tfkfac.GaussNewton()
     conditions = conditions_of(name, network)
-    residuals, points, weights = (
+    parts: list[dict[str, Any]] = [
         {key: condition[i] for key, condition in conditions.items()}
         for i in range(3)
-    )
+    ]
+    residuals, points, weights = parts
     begin = time.process_time()
     optimizer.minimize(
         residuals,

@@ -92,7 +92,7 @@ class Training:
         # a second trace.
         optimizer.build(self.model.trainable_variables)
         self._optimizers: dict[Any, dict[str, Any]] = {
-            part: {} for part in _parts(optimizer)
+            part: {} for part in parts_of(optimizer)
         }
         for part, state in self._optimizers.items():
             part.save_own_variables(state)
@@ -142,7 +142,7 @@ class Training:
         return record
 
 
-def _parts(optimizer: Any) -> list[keras.optimizers.Optimizer]:
+def parts_of(optimizer: Any) -> list[keras.optimizers.Optimizer]:
     """Return an optimizer and its inner optimizers."""
     attributes = vars(optimizer).values()
     base = keras.optimizers.Optimizer
