@@ -22,7 +22,7 @@ from common.arguments import make_parser_of, parse_variant
 from real_examples import FALLING
 from targets import report
 from targets.report import markdown_table
-from targets.study import TRAININGS, Records
+from targets.study import EQUAL_SECONDS, TRAININGS, Records
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -45,11 +45,16 @@ PUBLISHED_NAMES = {
 }
 # Results of the authors.
 PUBLISHED = {"nanogpt": "1.88", "poisson": "1e-6 to 1e-8", "heat": ""}
+EQUAL = Records(EQUAL_SECONDS)
 # Generated parts of the README: text between the comments `[start:NAME]` and
 # `[end:NAME]`.
 PARTS = {
-    "headline": report.headline,
+    "headline": lambda runs: (
+        report.equal_headline([*report.equal_seconds(EQUAL.runs)])
+        + report.headline(runs)
+    ),
     "muon": report.against_muon,
+    "cost": report.cost,
     "results": lambda runs: markdown_table(*report.summary(runs)),
 }
 ENDS = "loss", "validation"
