@@ -37,7 +37,8 @@ RACERS = {
     "tf_levenberg_marquardt": "tf-levenberg-marquardt",
     "adam": "Adam",
 }
-PUBLISHED_NAMES = {
+NAMES = {
+    "adam": "Adam",
     "adamw": "AdamW",
     "kfac": "`KFAC()`",
     "muon": "Muon",
@@ -127,6 +128,9 @@ def _study(study: Mapping[str, Any], records: Mapping[str, Any]) -> str:
     if "published" in study:
         published = json.loads((DOCS / study["published"]).read_text())
         parts.append(markdown_table(*published_table(published["records"])))
+    if "batches" in study:
+        batches = json.loads((DOCS / study["batches"]).read_text())
+        parts.append(markdown_table(*batches_table(batches["records"])))
     if "table" in study:
         parts.append(markdown_table(**study["table"]))
     return "\n\n".join(parts)
@@ -195,11 +199,27 @@ def published_table(
         if steps is None:
             text = f"{statistics.median(ends):.1e}, largest {ends[-1]:.1e}"
             steps = f"{_mean(rates[rate], 'steps'):.0f}"
-        title = PUBLISHED_NAMES[optimizer] + (f" ({rate:g})" if rate else "")
+        title = NAMES[optimizer] + (f" ({rate:g})" if rate else "")
         row = name, PUBLISHED[name], title, str(steps), str(len(ends)), text
         rows.append((*row, f"{_mean(rates[rate], 'cpu_seconds'):.0f}"))
     columns = "benchmark", "published", "optimizer", "steps", "seeds"
     return (*columns, "result", "CPU s"), rows
+
+
+def batches_table(
+    records: Runs,
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Return mean and standard deviation of the steps, by size of a batch."""
+    counts: dict[tuple[str, str], dict[int, list[float | None]]] = {}
+    for record in records:
+        row = counts.setdefault((record["problem"], record["optimizer"]), {})
+        row.setdefault(record["batch"], []).append(record["steps"])
+    sizes = sorted({record["batch"] for record in records})
+    rows = [
+        (problem, NAMES[name], *(report.spread(row[n]) for n in sizes))
+        for (problem, name), row in counts.items()
+    ]
+    return ("problem", "optimizer", *map(str, sizes)), rows
 
 
 def _short(method: str) -> str:

@@ -1,17 +1,16 @@
 """Count the steps to a fixed loss over the size of the batches.
 
-    python tools/studies/large_batches.py  # and draw the chart, 1 CPU hour
+    python tools/studies/large_batches.py  # 1 CPU hour, with the chart
 
-A training of T steps has a learning rate that falls to 0 in these steps. T is
-halved or doubled to the smallest T that reaches the target; the count is
-interpolated between T / 2 and T, on logarithmic scales. Adam and Muon have the
-best rate of each batch and T with seed 0, and that rate with the other seeds.
-`KFAC()` has no setting. The loss is that of new examples.
+The rate of a training of T steps falls to 0. T is halved or doubled to the
+smallest T that reaches the target; the count is interpolated between T / 2 and
+T, on logarithmic scales. Adam and Muon have the best rate of each batch and T
+with seed 0, and that rate with the other seeds. `KFAC()` has no setting.
 
 With `--steps` one training prints its loss. Workers share its batches:
 
     python tools/launch.py 4 -- python tools/studies/large_batches.py \
-        --problem arm --optimizer kfac --batches 256 --steps 80
+        --problem arm --optimizer kfac --batch 256 --steps 80
 """
 
 import functools
@@ -35,21 +34,15 @@ from common.arguments import make_parser_of, positive
 from targets.data import arm
 from targets.training import parts_of
 
-BATCHES = (16, 64, 256, 1024, 4096)
+BATCHES, SEEDS = (16, 64, 256, 1024, 4096), (0, 1, 2)
 RATES = (3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3)
 TITLES = {"kfac": "KFAC()", "muon": "Muon, tuned", "adam": "Adam, tuned"}
-# The title of a problem, and its target.
-PROBLEMS = {
-    "digits": ("MLP, digits", 0.3),
-    "arm": ("MLP, robot arm", 0.01),
-    "cnn": ("CNN, digits", 0.5),
-}
+TARGETS = {"digits": 0.3, "arm": 0.01, "cnn": 0.5}
 EXAMPLES, MEASURED = 40_000, 4096
 FIRST_STEPS, MOST_STEPS = 400, 25_600
-LARGE = 1e9  # a loss that is not finite
+FIRST_RATE, LARGE = 2, 1e9  # an index; a loss that is not finite
 RECORDS = command.ROOT / "docs" / "large_batches.json"
 CHART = command.ROOT / "docs" / "pages" / "images" / "large_batches.svg"
-Record = dict[str, Any]
 
 
 def load(problem: str) -> tuple[np.ndarray, np.ndarray]:
@@ -70,20 +63,17 @@ def load(problem: str) -> tuple[np.ndarray, np.ndarray]:
 
 def build(problem: str) -> keras.Model:
     """Return the model of a problem."""
+    dense = functools.partial(layers.Dense, 64)
     if problem == "arm":
-        hidden = [layers.Dense(64, "tanh") for _ in range(3)]
+        hidden = [dense("tanh"), dense("tanh"), dense("tanh")]
         return keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(2)])
-    first = [layers.Flatten()]
-    last = [layers.Dense(64, "relu"), layers.Dense(64, "relu")]
+    hidden = [layers.Flatten(), dense("relu"), dense("relu")]
     if problem == "cnn":
-        convolutions = [layers.Conv2D(n, 3, activation="relu") for n in (8, 16)]
-        pools = [layers.MaxPooling2D() for _ in convolutions]
-        first, last = (
-            [*itertools.chain(*zip(convolutions, pools, strict=True))],
-            first,
-        )
+        first, last = (layers.Conv2D(n, 3, activation="relu") for n in (8, 16))
+        pools = layers.MaxPooling2D(), layers.MaxPooling2D()
+        hidden = [first, pools[0], last, pools[1], layers.Flatten()]
     inputs = keras.Input((12, 12, 1))
-    return keras.Sequential([inputs, *first, *last, layers.Dense(10)])
+    return keras.Sequential([inputs, *hidden, layers.Dense(10)])
 
 
 class Falling(keras.optimizers.schedules.LearningRateSchedule):
@@ -96,38 +86,28 @@ class Falling(keras.optimizers.schedules.LearningRateSchedule):
         """Return the rate of a step."""
         return self.rate * (1 - tf.cast(step, "float32") / self.steps)
 
-    def get_config(self) -> dict[str, Any]:
-        """Return nothing: the schedule is not saved."""
-        return {}
-
 
 class Trainer:
     """A compiled model; its variables are reset for each training."""
 
-    def __init__(self, problem: str, optimizer: str) -> None:
+    def __init__(self, problem: str, name: str) -> None:
         self._problem, self._falling = problem, Falling()
-        (x, test_x), (y, test_y) = (
-            np.split(rows, [EXAMPLES]) for rows in load(problem)
-        )
-        self._test, self._train = (test_x, test_y), (x, y)
+        parts = (np.split(rows, [EXAMPLES]) for rows in load(problem))
+        self._train, self._test = zip(*parts, strict=True)
         self._model = build(problem)
-        last = f"^{self._model.layers[-1].path}/"
-        make: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
-            "kfac": lambda: tfkfac.KFAC(),
-            "adam": lambda: keras.optimizers.Adam(self._falling),
-            "muon": lambda: keras.optimizers.Muon(
-                self._falling, exclude_layers=[last]
-            ),
-        }
+        optimizer = tfkfac.KFAC()
+        if name == "adam":
+            optimizer = keras.optimizers.Adam(self._falling)
+        elif name == "muon":
+            last = [f"^{self._model.layers[-1].path}/"]
+            muon = keras.optimizers.Muon
+            optimizer = muon(self._falling, exclude_layers=last)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        self._model.compile(
-            make[optimizer](), "mse" if problem == "arm" else loss
-        )
-        self._model.optimizer.build(self._model.trainable_variables)
-        self._states: list[tuple[Any, dict[str, Any]]] = []
-        for part in parts_of(self._model.optimizer):
-            self._states.append((part, {}))
-            part.save_own_variables(self._states[-1][1])
+        self._model.compile(optimizer, "mse" if problem == "arm" else loss)
+        optimizer.build(self._model.trainable_variables)
+        self._states: list[Any] = [(o, {}) for o in parts_of(optimizer)]
+        for part, state in self._states:
+            part.save_own_variables(state)
 
     @functools.cache  # noqa: B019, one trainer at a time
     def loss(self, seed: int, batch: int, steps: int, rate: float) -> float:
@@ -145,9 +125,8 @@ class Trainer:
         batches = order.batch(batch).map(
             lambda rows: (tf.gather(x, rows), tf.gather(y, rows))
         )
-        self._model.fit(
-            batches, steps_per_epoch=steps, shuffle=False, verbose=0
-        )
+        options = {"steps_per_epoch": steps, "shuffle": False, "verbose": 0}
+        self._model.fit(batches, **options)
         loss = self._model.evaluate(*self._test, MEASURED, verbose=0)
         return float(loss) if math.isfinite(loss) else LARGE
 
@@ -159,12 +138,10 @@ def count(
     rate: int,
     tune: bool,
 ) -> tuple[float | None, int, int]:
-    """Count the steps to the target, from a first number and rate.
+    """Count the steps to the target; return the last T and rate, too.
 
-    `loss` is a function of the steps and the index of the rate.
-
-    Returns:
-        The count, or None; the steps of the last training, and its rate.
+    `loss` is a function of T and of the index of the rate. `steps` and `rate`
+    are those of the first training.
     """
 
     def reach(steps: int, rate: int, climb: bool = False) -> tuple[float, int]:
@@ -191,27 +168,25 @@ def count(
     return steps / 2 * 2**part, steps, rate
 
 
-def measure(
-    problem: str, optimizer: str, batches: Sequence[int], seeds: Sequence[int]
-) -> Iterator[Record]:
+def measure(problem: str, optimizer: str) -> Iterator[dict[str, Any]]:
     """Yield the counts of an optimizer on a problem."""
-    trainer, steps, rate = Trainer(problem, optimizer), FIRST_STEPS, 2
-    tuned = optimizer != "kfac"
-    for batch, seed in itertools.product(batches, seeds):
+    trainer, tuned = Trainer(problem, optimizer), optimizer != "kfac"
+    steps, rate = FIRST_STEPS, FIRST_RATE
+    for batch, seed in itertools.product(BATCHES, SEEDS):
 
         def loss(steps: int, rate: int) -> float:
             return trainer.loss(seed, batch, steps, RATES[rate])  # noqa: B023
 
-        tune = tuned and seed == seeds[0]
-        result, *ends = count(loss, PROBLEMS[problem][1], steps, rate, tune)
-        if seed == seeds[0]:
+        tune = tuned and seed == SEEDS[0]
+        result, *ends = count(loss, TARGETS[problem], steps, rate, tune)
+        if seed == SEEDS[0]:
             steps, rate = ends
         record = {"problem": problem, "optimizer": optimizer, "batch": batch}
         record |= {"rate": RATES[rate] if tuned else None, "seed": seed}
         yield record | {"steps": result}
 
 
-def means(records: Sequence[Record], *key: str) -> dict[int, float]:
+def means(records: Sequence[Any], *key: str) -> dict[int, float]:
     """Return the mean count of each batch, by problem and optimizer."""
     counts: dict[int, list[float]] = {}
     for record in records:
@@ -220,20 +195,18 @@ def means(records: Sequence[Record], *key: str) -> dict[int, float]:
     return {batch: statistics.fmean(found) for batch, found in counts.items()}
 
 
-def draw(records: Sequence[Record], path: pathlib.Path) -> None:
+def draw(records: Sequence[Any], path: pathlib.Path) -> None:
     """Draw the mean counts over the batches."""
-    import matplotlib
+    from matplotlib import pyplot, rcParams
 
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams.update({"svg.hashsalt": "", "svg.fonttype": "none"})
-    figure, axes = pyplot.subplots(1, len(PROBLEMS), figsize=(9, 3))
-    for axis, (problem, (title, _)) in zip(axes, PROBLEMS.items(), strict=True):
+    rcParams.update({"svg.hashsalt": "", "svg.fonttype": "none"})
+    figure, axes = pyplot.subplots(1, len(TARGETS), figsize=(9, 3))
+    for axis, problem in zip(axes, TARGETS, strict=True):
         for optimizer, label in TITLES.items():
             line = means(records, problem, optimizer)
             axis.loglog(line.keys(), line.values(), "o-", base=2, label=label)
-        axis.set(title=title, xlabel="examples of a batch")
+        axis.set(title=f"{problem}: loss {TARGETS[problem]:g}")
+        axis.set_xlabel("examples of a batch")
         axis.set_xticks(BATCHES, [*map(str, BATCHES)])
         axis.yaxis.set_major_formatter("{x:g}")
     axes[0].set_ylabel("steps")
@@ -246,35 +219,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = make_parser_of(__doc__)
     add = parser.add_argument
-    add("--problem", nargs="+", choices=PROBLEMS, default=[*PROBLEMS])
-    add("--optimizer", nargs="+", choices=TITLES, default=[*TITLES])
-    add("--batches", nargs="+", type=positive, default=BATCHES, metavar="N")
-    add("--seeds", nargs="+", type=int, default=range(3), metavar="N")
+    add("--problem", choices=TARGETS, help="default: all")
+    add("--optimizer", choices=TITLES, help="default: all")
     add("--steps", type=positive, help="train once")
+    add("--batch", type=positive, default=64, help="with --steps")
     add("--json", type=pathlib.Path, default=RECORDS, metavar="FILE")
     add("--chart", type=pathlib.Path, default=CHART, metavar="FILE")
     options = parser.parse_args(arguments)
+    problems = [options.problem] if options.problem else [*TARGETS]
+    optimizers = [options.optimizer] if options.optimizer else [*TITLES]
     if options.steps:
         strategy = tf.distribute.get_strategy()
         if "TF_CONFIG" in os.environ:
             strategy = tfkfac.MultiWorkerMirroredStrategy()
         with strategy.scope():
-            trainer = Trainer(options.problem[0], options.optimizer[0])
-            loss = trainer.loss(0, options.batches[0], options.steps, RATES[2])
+            trainer = Trainer(problems[0], optimizers[0])
+            loss = trainer.loss(0, options.batch, options.steps, RATES[2])
         print(f"loss {loss:.6g} after {options.steps} steps")
         return
-    known = options.json.exists() and json.loads(options.json.read_text())
-    records = known["records"] if known else []
-    for pair in itertools.product(options.problem, options.optimizer):
-        if means(records, *pair):
-            continue
-        for record in measure(*pair, options.batches, options.seeds):
-            print(json.dumps(record), flush=True)
-            records.append(record)
-        lines = ",\n".join(map(json.dumps, records))
-        here = json.dumps(command.machine())
-        text = f'{{"machine": {here},\n"records": [\n{lines}\n]}}\n'
-        options.json.write_text(text)
+    records = command.read_records(options.json)
+    for pair in itertools.product(problems, optimizers):
+        if not means(records, *pair):
+            for record in measure(*pair):
+                print(json.dumps(record), flush=True)
+                records.append(record)
+            command.write_records(options.json, records)
     draw(records, options.chart)
 
 

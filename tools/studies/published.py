@@ -254,12 +254,10 @@ def engd(study: "Study", options: argparse.Namespace) -> None:
 
 # -------------------------------------------------------------------- records
 class Study:
-    """The records of a file, which may not exist yet."""
+    """The records of a file; None keeps no records."""
 
     def __init__(self, path: pathlib.Path | None) -> None:
-        self._path = path
-        known = json.loads(path.read_text()) if path and path.exists() else {}
-        self._records: list[Record] = known.get("records", [])
+        self._path, self._records = path, command.read_records(path)
 
     def run(
         self, key: Record, train: Callable[..., Record], *arguments: Any
@@ -274,10 +272,7 @@ class Study:
         print(json.dumps(record), flush=True)
         self._records.append(record)
         if self._path:
-            lines = ",\n".join(map(json.dumps, self._records))
-            here = json.dumps(command.machine())
-            text = f'{{"machine": {here},\n"records": [\n{lines}\n]}}\n'
-            self._path.write_text(text)
+            command.write_records(self._path, self._records)
         return float(record["result"])
 
 
