@@ -4,11 +4,12 @@
     python tools/results.py --commands  # prints the command of each study
 
 All figures go into docs/pages/results.md, the first table and the main claims
-into README.md. The records of docs/trainings.json are trainings of
-studies/time_to_target.py, those of docs/real_examples.json are
-trainings of studies/real_examples.py. docs/gauss_newton.json has the errors of
-a comparison, docs/results.json all other studies, each with its table, command,
-machine and commits.
+into README.md. The records of docs/trainings.json and docs/equal_seconds.json
+are trainings of studies/time_to_target.py; docs/real_examples.json,
+docs/published.json and docs/large_batches.json are written by the studies of
+these names. docs/gauss_newton.json has the errors of a comparison,
+docs/results.json all studies, each with its table, command, machine and
+commits.
 """
 
 import json
@@ -55,8 +56,9 @@ PARTS = {
         + report.headline(runs)
     ),
     "muon": report.against_muon,
-    "cost": report.cost,
-    "results": lambda runs: markdown_table(*report.summary(runs)),
+    "results": lambda runs: (
+        f"{markdown_table(*report.summary(runs))}\n\n{report.cost(runs)}"
+    ),
 }
 ENDS = "loss", "validation"
 Runs = Sequence[Mapping[str, Any]]  # records of real_examples.py
@@ -68,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--commands", action="store_true")
     if parser.parse_args(arguments).commands:
         training = report.commands(Records(TRAININGS))
-        print("\n".join([*training, *commands()]))
+        equal = report.commands(EQUAL)
+        print("\n".join([*training, *equal, *commands()]))
     else:
         write()
 
@@ -183,7 +186,7 @@ def published_table(
 ) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """Return a row for each benchmark, optimizer and number of steps.
 
-    Of the learning rates only that with the most seeds has a row.
+    Of the learning rates the one with the most seeds has a row, then the best.
     """
     cases: dict[Any, dict[float | None, list[Mapping[str, Any]]]] = {}
     for record in records:
@@ -193,7 +196,9 @@ def published_table(
         rates.setdefault(record.get("rate"), []).append(record)
     rows = []
     for (name, optimizer, steps), rates in cases.items():
-        rate = max(rates, key=lambda rate: len(rates[rate]))
+        rate = max(
+            rates, key=lambda r: (len(rates[r]), -_mean(rates[r], "result"))
+        )
         ends = sorted(record["result"] for record in rates[rate])
         text = report.spread(ends)
         if steps is None:

@@ -46,7 +46,8 @@ def test_the_rate_of_muon_is_searched(
     published.main(words)  # nothing is trained again
     records = json.loads(file.read_text())["records"]
     rates = [r["rate"] for r in records if r["optimizer"] == "muon"]
-    assert rates == 2 * [0.002, 0.004, 0.008, 0.016, 0.032, 0.016]
+    tried = [0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.016]
+    assert rates == 2 * tried
     columns, rows = results.published_table(records)
     assert columns[2:] == ("optimizer", "steps", "seeds", "result", "CPU s")
     assert rows[2] == (

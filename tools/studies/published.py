@@ -34,7 +34,7 @@ import tfkfac
 from common.arguments import make_parser_of, positive
 
 WINDOW, BATCH, WIDTH, HEADS, LAYERS = 64, 12, 128, 4, 4
-RATES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032)  # of Muon
+RATES = (2.5e-4, 5e-4, 0.001, 0.002, 0.004, 0.008, 0.016)  # of Muon
 FIRST_RATE = 2  # index of the rate that the search begins with
 CPU_SECONDS = 9.8  # of `minimize`, with the trace; the last step ends later
 HIDDEN = {"poisson": 32, "heat": 64}  # units of the network of an equation
