@@ -200,8 +200,10 @@ def draw(records: Sequence[Any], path: pathlib.Path) -> None:
     from matplotlib import pyplot, rcParams
 
     rcParams.update({"svg.hashsalt": "", "svg.fonttype": "none"})
-    figure, axes = pyplot.subplots(1, len(TARGETS), figsize=(9, 3))
-    for axis, problem in zip(axes, TARGETS, strict=True):
+    shown = [name for name in TARGETS if means(records, name, "kfac")]
+    size = 4 * len(shown), 3
+    figure, axes = pyplot.subplots(1, len(shown), figsize=size, squeeze=False)
+    for axis, problem in zip(axes[0], shown, strict=True):
         for optimizer, label in TITLES.items():
             line = means(records, problem, optimizer)
             axis.loglog(line.keys(), line.values(), "o-", base=2, label=label)
@@ -209,8 +211,8 @@ def draw(records: Sequence[Any], path: pathlib.Path) -> None:
         axis.set_xlabel("examples of a batch")
         axis.set_xticks(BATCHES, [*map(str, BATCHES)])
         axis.yaxis.set_major_formatter("{x:g}")
-    axes[0].set_ylabel("steps")
-    axes[0].legend(frameon=False)
+    axes[0][0].set_ylabel("steps")
+    axes[0][0].legend(frameon=False)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
 
