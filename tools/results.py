@@ -214,14 +214,25 @@ def published_table(
 def batches_table(
     records: Runs,
 ) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Return mean and standard deviation of the steps, by size of a batch."""
+    """Return mean and standard deviation of the steps, by size of a batch.
+
+    "-" is for a target that a seed did not reach.
+    """
     counts: dict[tuple[str, str], dict[int, list[float | None]]] = {}
     for record in records:
         row = counts.setdefault((record["problem"], record["optimizer"]), {})
         row.setdefault(record["batch"], []).append(record["steps"])
     sizes = sorted({record["batch"] for record in records})
+
+    def cell(steps: Sequence[float | None]) -> str:
+        found = [count for count in steps if count is not None]
+        if len(found) < len(steps):
+            return "-"
+        spread = f" ± {statistics.stdev(found):.0f}" if len(found) > 1 else ""
+        return f"{statistics.mean(found):.0f}{spread}"
+
     rows = [
-        (problem, NAMES[name], *(report.spread(row[n]) for n in sizes))
+        (problem, NAMES[name], *(cell(row[size]) for size in sizes))
         for (problem, name), row in counts.items()
     ]
     return ("problem", "optimizer", *map(str, sizes)), rows

@@ -46,7 +46,7 @@ def test_means_over_the_seeds() -> None:
     assert columns == ("problem", "optimizer", "16", "64")
     assert rows == [
         ("arm", "`KFAC()`", "40 ± 14", "20"),
-        ("arm", "Adam", "90", ""),
+        ("arm", "Adam", "90", "-"),
     ]
 
 
