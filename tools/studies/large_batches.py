@@ -32,7 +32,7 @@ import command  # isort: skip, sets the module path
 import tfkfac
 from common.arguments import make_parser_of, positive
 from targets.data import arm
-from targets.training import parts_of
+from targets.training import Resettable
 
 BATCHES, SEEDS = (16, 64, 256, 1024, 4096), (0, 1, 2)
 RATES = (3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3)
@@ -88,36 +88,32 @@ class Falling(keras.optimizers.schedules.LearningRateSchedule):
 
 
 class Trainer:
-    """A compiled model; its variables are reset for each training."""
+    """Train on a problem with an optimizer."""
 
     def __init__(self, problem: str, name: str) -> None:
-        self._problem, self._falling = problem, Falling()
         parts = (np.split(rows, [EXAMPLES]) for rows in load(problem))
         self._train, self._test = zip(*parts, strict=True)
-        self._model = build(problem)
-        optimizer = tfkfac.KFAC()
-        if name == "adam":
-            optimizer = keras.optimizers.Adam(self._falling)
-        elif name == "muon":
-            last = [f"^{self._model.layers[-1].path}/"]
+        self._falling = Falling()
+
+        def make(model: keras.Model) -> keras.optimizers.Optimizer:
+            if name == "kfac":
+                return tfkfac.KFAC()
+            if name == "adam":
+                return keras.optimizers.Adam(self._falling)
+            last = [f"^{model.layers[-1].path}/"]
             muon = keras.optimizers.Muon
-            optimizer = muon(self._falling, exclude_layers=last)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        self._model.compile(optimizer, "mse" if problem == "arm" else loss)
-        optimizer.build(self._model.trainable_variables)
-        self._states: list[Any] = [(o, {}) for o in parts_of(optimizer)]
-        for part, state in self._states:
-            part.save_own_variables(state)
+            return muon(self._falling, exclude_layers=last)
+
+        loss: Any = "mse"
+        if problem != "arm":
+            cross_entropy = keras.losses.SparseCategoricalCrossentropy
+            loss = cross_entropy(from_logits=True)
+        self._resettable = Resettable(lambda: build(problem), make, loss)
 
     @functools.cache  # noqa: B019, one trainer at a time
     def loss(self, seed: int, batch: int, steps: int, rate: float) -> float:
         """Train; return the loss of new examples."""
-        keras.utils.set_random_seed(seed)
-        for part, state in self._states:
-            part.load_own_variables(state)
-        initial = build(self._problem).variables
-        for variable, value in zip(self._model.variables, initial, strict=True):
-            variable.assign(value)
+        self._resettable.reset(seed)
         self._falling.rate.assign(rate)
         self._falling.steps.assign(steps)
         x, y = map(tf.constant, self._train)
@@ -126,8 +122,9 @@ class Trainer:
             lambda rows: (tf.gather(x, rows), tf.gather(y, rows))
         )
         options = {"steps_per_epoch": steps, "shuffle": False, "verbose": 0}
-        self._model.fit(batches, **options)
-        loss = self._model.evaluate(*self._test, MEASURED, verbose=0)
+        model = self._resettable.model
+        model.fit(batches, **options)
+        loss = model.evaluate(*self._test, MEASURED, verbose=0)
         return float(loss) if math.isfinite(loss) else LARGE
 
 
