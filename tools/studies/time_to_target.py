@@ -66,7 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failures += study.train_all(
             missing, options.data, options.files, options.jobs, add
         )
-    print("\n" + "\n\n".join(report.sections(records)))
+    if options.equal_seconds:
+        pairs = list(report.equal_seconds(records.runs))
+        print("\n" + report.markdown_table(*report.equal_table(pairs)))
+    else:
+        print("\n" + "\n\n".join(report.sections(records)))
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
     return int(bool(failures))
