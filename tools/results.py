@@ -4,11 +4,12 @@
     python tools/results.py --commands  # prints the command of each study
 
 All figures go into docs/pages/results.md, the first table and the main claims
-into README.md. The records of docs/trainings.json are trainings of
-studies/time_to_target.py, those of docs/real_examples.json are
-trainings of studies/real_examples.py. docs/gauss_newton.json has the errors of
-a comparison, docs/results.json all other studies, each with its table, command,
-machine and commits.
+into README.md. The records of docs/trainings.json and docs/equal_seconds.json
+are trainings of studies/time_to_target.py; docs/real_examples.json,
+docs/published.json and docs/large_batches.json are written by the studies of
+these names. docs/gauss_newton.json has the errors of a comparison,
+docs/results.json all studies, each with its table, command, machine and
+commits.
 """
 
 import json
@@ -22,7 +23,7 @@ from common.arguments import make_parser_of, parse_variant
 from real_examples import FALLING
 from targets import report
 from targets.report import markdown_table
-from targets.study import TRAININGS, Records
+from targets.study import EQUAL_SECONDS, TRAININGS, Records
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -37,12 +38,27 @@ RACERS = {
     "tf_levenberg_marquardt": "tf-levenberg-marquardt",
     "adam": "Adam",
 }
+NAMES = {
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "kfac": "`KFAC()`",
+    "muon": "Muon",
+    "gauss_newton": "`GaussNewton()`",
+}
+# Results of the authors.
+PUBLISHED = {"nanogpt": "1.88", "poisson": "1e-6 to 1e-8", "heat": ""}
+EQUAL = Records(EQUAL_SECONDS)
 # Generated parts of the README: text between the comments `[start:NAME]` and
 # `[end:NAME]`.
 PARTS = {
-    "headline": report.headline,
+    "headline": lambda runs: (
+        report.equal_headline([*report.equal_seconds(EQUAL.runs)])
+        + report.headline(runs)
+    ),
     "muon": report.against_muon,
-    "results": lambda runs: markdown_table(*report.summary(runs)),
+    "results": lambda runs: (
+        f"{markdown_table(*report.summary(runs))}\n\n{report.cost(runs)}"
+    ),
 }
 ENDS = "loss", "validation"
 Runs = Sequence[Mapping[str, Any]]  # records of real_examples.py
@@ -54,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--commands", action="store_true")
     if parser.parse_args(arguments).commands:
         training = report.commands(Records(TRAININGS))
-        print("\n".join([*training, *commands()]))
+        equal = report.commands(EQUAL)
+        print("\n".join([*training, *equal, *commands()]))
     else:
         write()
 
@@ -111,6 +128,12 @@ def _study(study: Mapping[str, Any], records: Mapping[str, Any]) -> str:
     if "examples" in study:
         examples = json.loads((DOCS / study["examples"]).read_text())
         parts.append(markdown_table(*examples_table(examples["records"])))
+    if "published" in study:
+        published = json.loads((DOCS / study["published"]).read_text())
+        parts.append(markdown_table(*published_table(published["records"])))
+    if "batches" in study:
+        batches = json.loads((DOCS / study["batches"]).read_text())
+        parts.append(markdown_table(*batches_table(batches["records"])))
     if "table" in study:
         parts.append(markdown_table(**study["table"]))
     return "\n\n".join(parts)
@@ -156,6 +179,63 @@ def race_table(
         for problem, row in cells.items()
     ]
     return ("problem", *RACERS.values()), rows
+
+
+def published_table(
+    records: Runs,
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Return a row for each benchmark, optimizer and number of steps.
+
+    Of the learning rates the one with the most seeds has a row, then the best.
+    """
+    cases: dict[Any, dict[float | None, list[Mapping[str, Any]]]] = {}
+    for record in records:
+        name, errors = record["benchmark"], record["benchmark"] != "nanogpt"
+        key = name, record["optimizer"], None if errors else record["steps"]
+        rates = cases.setdefault(key, {})
+        rates.setdefault(record.get("rate"), []).append(record)
+    rows = []
+    for (name, optimizer, steps), rates in cases.items():
+        rate = max(
+            rates, key=lambda r: (len(rates[r]), -_mean(rates[r], "result"))
+        )
+        ends = sorted(record["result"] for record in rates[rate])
+        text = report.spread(ends)
+        if steps is None:
+            text = f"{statistics.median(ends):.1e}, largest {ends[-1]:.1e}"
+            steps = f"{_mean(rates[rate], 'steps'):.0f}"
+        title = NAMES[optimizer] + (f" ({rate:g})" if rate else "")
+        row = name, PUBLISHED[name], title, str(steps), str(len(ends)), text
+        rows.append((*row, f"{_mean(rates[rate], 'cpu_seconds'):.0f}"))
+    columns = "benchmark", "published", "optimizer", "steps", "seeds"
+    return (*columns, "result", "CPU s"), rows
+
+
+def batches_table(
+    records: Runs,
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Return mean and standard deviation of the steps, by size of a batch.
+
+    "-" is for a target that a seed did not reach.
+    """
+    counts: dict[tuple[str, str], dict[int, list[float | None]]] = {}
+    for record in records:
+        row = counts.setdefault((record["problem"], record["optimizer"]), {})
+        row.setdefault(record["batch"], []).append(record["steps"])
+    sizes = sorted({record["batch"] for record in records})
+
+    def cell(steps: Sequence[float | None]) -> str:
+        found = [count for count in steps if count is not None]
+        if len(found) < len(steps):
+            return "-"
+        spread = f" ± {statistics.stdev(found):.0f}" if len(found) > 1 else ""
+        return f"{statistics.mean(found):.0f}{spread}"
+
+    rows = [
+        (problem, NAMES[name], *(cell(row[size]) for size in sizes))
+        for (problem, name), row in counts.items()
+    ]
+    return ("problem", "optimizer", *map(str, sizes)), rows
 
 
 def _short(method: str) -> str:

@@ -65,8 +65,6 @@ RUNS = (
      "instructions, 0 cholesky("),
     ("python tools/studies/stages.py --optimizer", "--rounds 1 --rows 8",
      "inverses"),
-    ("python tools/same_bits.py write before.npz",
-     "--only process/dense/defaults", "1 runs"),
 )  # fmt: skip
 
 

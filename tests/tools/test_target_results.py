@@ -159,15 +159,16 @@ def test_defaults_are_compared_over_their_own_seeds() -> None:
     assert (rows["kfac"].end, rows["kfac"].claim) == ("less", "")
     assert results.geometric_means([comparison]) == {}
     columns, [line] = report.summary(records)
-    assert columns[2:] == [
+    assert columns[3:] == [
         "`KFAC()`: final result",
         "`KFAC()`, epochs=0.5: final result",
     ]
-    assert line[1:3] == ["Adam: 0.9 ± 0.036", "0.96 ± 0.014, **better**"]
-    assert line[3] == "0.99, level"
+    assert line[1] == "3, 360"
+    assert line[2:4] == ["Adam: 0.9 ± 0.036", "0.96 ± 0.014, **better**"]
+    assert line[4] == "0.99, level"
     columns, [row, _] = report.full_table([comparison])
     assert columns[2:] == ["`KFAC()`", "`KFAC()`, 0.5 of the epochs"]
-    assert row[2:] == line[2:]
+    assert row[2:] == line[3:]
     sentence = report.headline(records)
     assert "best of 1 tuned baseline on **1 of 1 problems**" in sentence
     assert "level on 0, worse on 0. In half of Adam's epochs it" in sentence
@@ -185,12 +186,12 @@ def test_defaults_have_times_if_they_ran_with_the_baselines() -> None:
         for seed, metric in enumerate((0.94, 0.96))
     ]
     columns, [line] = report.summary(records)
-    assert columns[2:] == [
+    assert columns[3:] == [
         "`KFAC()`: time to Adam's result (Adam = 1)",
         "`KFAC()`: time to the best baseline's result",
         "`KFAC()`: final result",
     ]
-    assert line[2:4] == ["0.50", "0.50"]
+    assert line[3:5] == ["0.50", "0.50"]
     words = "**0.50 of Adam's processor seconds** (geometric mean of 1"
     assert words in report.headline(records)
 
@@ -220,7 +221,7 @@ def test_losing_rows_stay() -> None:
     assert (row.claim, row.ratio) == ("not reached", None)
     assert results.geometric_means([comparison]) == {}
     columns, [line, _] = report.full_table([comparison])
-    assert columns == ["problem", "SGD", "Adam", "K-FAC"]
+    assert columns == ["problem", "SGD", "Adam", "natural-gradient steps"]
     assert line[2:] == [
         "**0.91 ± 0.014**",
         "0.905 ± 0.0071, level; not reached",
@@ -252,3 +253,30 @@ def test_the_quickest_of_equal_settings_is_chosen() -> None:
     half = record("muon", 0, (4.0, 0.85), phase="search", share=0.5)
     best = plan.best_setting([*records, half], 0.2)
     assert best is not None and best.share == 0.5
+
+
+def test_the_longest_training_counts_at_equal_seconds() -> None:
+    """`KFAC()` ends at 0.95 in 4 s, Muon at 0.91 in 2 s and 0.99 in 4 s."""
+    records = ends("kfac", 4.0, 0.94, 0.96) + ends("muon", 2.0, 0.90, 0.92)
+    longer = ends("muon", 4.0, 0.98, 1.0)
+    for one in longer:
+        one["run"] |= {"share": 2.0, "rate": 0.01}
+    pairs = list(report.equal_seconds([*longer, *records]))
+    assert [pair.end for pair in pairs] == ["less", "more"]
+    _, rows = report.equal_table(pairs)
+    assert [row[1:] for row in rows] == [
+        ["`KFAC()`", "3, 360", "4", "0.95 ± 0.014", ""],
+        ["Muon", "3, 360", "2", "0.91 ± 0.014", "**better**"],
+        ["Muon (0.01)", "6, 720", "4", "0.99 ± 0.014", "worse"],
+    ]
+    sentence = report.equal_headline(pairs)
+    assert "baseline on **0 of 1 problems**, level on 0, worse on 1" in sentence
+    assert "not run: autoencoder, mlp, resnet20" in sentence
+
+
+def test_the_cost_of_a_training() -> None:
+    """Three seconds of `KFAC()` to two of Adam, in one command."""
+    records = ends("kfac", 3.0, 0.9, 0.9) + ends("adam", 2.0, 0.9, 0.9)
+    for one in records:
+        one["run"]["size"] = "full"
+    assert "cost 1.5 to 1.5 times" in report.cost(records)

@@ -129,6 +129,39 @@ def test_known_results_are_not_measured_again(
     assert str(tmp_path) not in file.read_text()
 
 
+def test_baselines_train_for_the_seconds_of_kfac(
+    trained: Trained, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of its seconds: two times the epochs, and the best rate again."""
+
+    def train(
+        runs: Sequence[Run], directory: Any, file: str | None
+    ) -> Iterator[dict[str, Any]]:
+        for run, result in zip(
+            runs, trained(runs, directory, file), strict=True
+        ):
+            result["curve"]["cpu_seconds"] = [1.0 + (run.method == "kfac")]
+            yield result
+
+    monkeypatch.setattr(study, "train", train)
+    words = ["--equal-seconds", "--problem", "regression", "--seeds", "5", "6"]
+    words += ["--method", "muon", "kfac"]
+    file = tmp_path / "study.json"
+    assert time_to_target.main([*words, "--json", str(file)]) == 0
+    runs = trained.taken()
+    assert [(run.method, run.share, run.seed) for run in runs[:4]] == [
+        *(("muon", 1.0, 5), ("muon", 1.0, 6)),
+        *(("kfac", 1.0, 5), ("kfac", 1.0, 6)),
+    ]
+    # The rate of docs/trainings.json is 0.002, the best of the fake is 0.001.
+    search = [run for run in runs[4:] if run.phase == "search"]
+    assert [run.rate for run in search] == [2e-3, 1e-3, 4e-3, 5e-4]
+    assert {(run.share, run.seed) for run in search} == {(2.0, 0)}
+    assert [(run.rate, run.share, run.seed) for run in runs[8:]] == [
+        *((1e-3, 2.0, 5), (1e-3, 2.0, 6)),
+    ]
+
+
 def test_weight_decay_has_an_effective_size() -> None:
     """A rate from 0.1 to 0 in 50 steps takes away a quarter of a weight."""
     steps, rate = 50, 0.1

@@ -3,15 +3,33 @@
 import argparse
 import datetime
 import functools
+import json
 import os
 import pathlib
 import sys
+from collections.abc import Iterable
 from importlib.metadata import packages_distributions, version
 from typing import Any
 
 STUDIES = pathlib.Path(__file__).parent
 ROOT = STUDIES.parents[1]
 sys.path.append(str(ROOT / "tools"))  # import modules from tools/, too
+
+
+def read_records(path: pathlib.Path | None) -> list[dict[str, Any]]:
+    """Return the records of a file, which may not exist yet."""
+    if path is None or not path.exists():
+        return []
+    return list(json.loads(path.read_text())["records"])
+
+
+def write_records(
+    path: pathlib.Path, records: Iterable[dict[str, Any]]
+) -> None:
+    """Write a file of records, a line each, with the machine."""
+    lines = ",\n".join(map(json.dumps, records))
+    here = json.dumps(machine())
+    path.write_text(f'{{"machine": {here},\n"records": [\n{lines}\n]}}\n')
 
 
 def intervals(text: str) -> tuple[int, int]:

@@ -200,12 +200,10 @@ def save(path: pathlib.Path, records: Sequence[Record]) -> None:
     def key(record: Record) -> tuple[Any, ...]:
         return record["program"], record["method"], record["seed"]
 
-    old = json.loads(path.read_text())["records"] if path.exists() else []
-    kept = {key(record): record for record in [*old, *records]}
+    known = [*command.read_records(path), *records]
+    kept = {key(record): record for record in known}
     order = sorted(kept, key=lambda key: (list(PLACES).index(key[0]), *key))
-    lines = ",\n".join(json.dumps(kept[key]) for key in order)
-    machine = json.dumps(command.machine())
-    path.write_text(f'{{"machine": {machine},\n"records": [\n{lines}\n]}}\n')
+    command.write_records(path, (kept[key] for key in order))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

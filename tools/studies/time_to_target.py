@@ -28,6 +28,7 @@ from typing import Any
 
 from targets import report, study  # isort: skip, sets the module path
 from common.arguments import make_parser_of, positive
+from targets.equal import EqualSeconds, known_settings
 from targets.methods import BASELINES, KFAC, outside, parse
 from targets.plan import Plan
 from targets.problems import SIZES, TINY, problems_of
@@ -57,20 +58,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flush=True,
         )
 
-    for stage in make_plan(options).stages(records.runs):
+    plan = make_plan(options)
+    for stage in plan.stages(records.runs):
         missing = records.missing(stage)
         if missing:
             print(f"{len(missing)} trainings", flush=True)
         failures += study.train_all(
             missing, options.data, options.files, options.jobs, add
         )
-    print("\n" + "\n\n".join(report.sections(records)))
+    if options.equal_seconds:
+        pairs = list(report.equal_seconds(records.runs))
+        print("\n" + report.markdown_table(*report.equal_table(pairs)))
+    else:
+        print("\n" + "\n\n".join(report.sections(records)))
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
     return int(bool(failures))
 
 
-def make_plan(options: argparse.Namespace) -> Plan:
+def make_plan(options: argparse.Namespace) -> Plan | EqualSeconds:
     """Return the plan of the options, without problems that cannot be run."""
     problems = {}
     for name, problem in problems_of(options.size).items():
@@ -80,6 +86,13 @@ def make_plan(options: argparse.Namespace) -> Plan:
             problems[name] = study.data_name(problem.data, options.data)
         else:
             print(f"Left out: {name}, which needs {problem.needs}")
+    if options.equal_seconds:
+        methods = options.method or ("muon", "kfac")
+        settings = sorted(
+            known_settings(problems, methods),
+            key=lambda run: [*problems].index(run.problem),
+        )
+        return EqualSeconds(settings, options.seeds or (5, 6, 7))
     names = "rates", "decays", "batches", "shares"
     grid = {n: value for n in names if (value := getattr(options, n))}
     tiny = options.size == TINY
@@ -110,6 +123,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "weights and half of the examples (default: that of --size)",
     )
     add("--problem", nargs="+", default=[], help="default: all of the size")
+    add(
+        "--equal-seconds",
+        action="store_true",
+        help="train the baselines for the processor seconds of KFAC(), too, "
+        "with the settings of docs/trainings.json",
+    )
     for name, convert, metavar, text in (
         ("method", method, "METHOD", "optimizers (default: see README.md)"),
         (
@@ -141,11 +160,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add(
         "--json",
         type=pathlib.Path,
-        default=study.TRAININGS,
         metavar="FILE",
-        help="all results (default: docs/trainings.json)",
+        help="all results (default: docs/trainings.json, with --equal-seconds "
+        "docs/equal_seconds.json)",
     )
     options = parser.parse_args(arguments)
+    default = study.EQUAL_SECONDS if options.equal_seconds else study.TRAININGS
+    options.json = options.json or default
     options.data, options.files = dict(options.data), dict(options.optimizer)
     known = problems_of(options.size)
     if unknown := set(options.problem) - set(known):

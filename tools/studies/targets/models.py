@@ -81,7 +81,8 @@ class Sampling(layers.Layer):
         nats = (variance + ops.square(mean) - 1 - log_variance) / 2
         self.add_loss(ops.mean(ops.sum(nats, -1)))
         noise = keras.random.normal(ops.shape(mean), seed=self.seed)
-        return mean + ops.sqrt(variance) * noise
+        # The gradient of `sqrt(variance)` is not finite where it underflows.
+        return mean + ops.exp(log_variance / 2) * noise
 
 
 def _variational(width: int, code: int) -> list[layers.Layer]:

@@ -5,7 +5,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from targets.methods import (
     KFAC,
@@ -16,7 +16,7 @@ from targets.methods import (
     parse,
 )
 from targets.plan import best_setting
-from targets.problems import TINY, TINY_PROBLEMS
+from targets.problems import FULL_PROBLEMS, TINY, TINY_PROBLEMS
 from targets.results import (
     TIE,
     Comparison,
@@ -24,11 +24,13 @@ from targets.results import (
     compare,
     finals,
     geometric_means,
+    judge,
+    loss_of,
     seconds_of,
     settings_of,
 )
-from targets.run import Run
-from targets.study import Record, Records
+from targets.run import FINAL, Run
+from targets.study import EQUAL_SECONDS, Record, Records
 
 # K-FAC with natural-gradient steps, and the best Adam for other weights.
 NATURAL = "kfac:step=natural:rest=adam"
@@ -51,9 +53,9 @@ Final metric on the test set: mean and standard deviation of five seeds. The
 best baseline is in bold; its final metric is the target. Empty cells were not
 run.
 
-K-FAC (natural-gradient steps) has a second figure: the ratio of its time to
-that of the first baseline that reaches the target. Time is processor seconds on
-one thread until the mean of the seeds reaches the target, without evaluation
+Natural-gradient steps have a second figure: the ratio of their time to that of
+the first baseline that reaches the target. Time is processor seconds on one
+thread until the mean of the seeds reaches the target, without evaluation
 and first step. The standard error of a ratio is the jackknife's over the seeds.
 "Less", "more", "better" and "worse" need a difference of three standard errors;
 otherwise it says "tie" or "level".
@@ -62,18 +64,31 @@ otherwise it says "tie" or "level".
 full models and three on the small ones; on the ResNet-20 three and one. They
 are compared with the same seeds of the best baseline. The ratio of its time is
 that of seeds 3 and 4 (ResNet-20: seed 3), which one command trained with Adam,
-Muon and `KFAC()`; other cells have no ratio. The ratios of K-FAC in these rows
-are those of the other seeds, trained on another machine. The length of the
-steps of `KFAC()` in long runs (the constant 400) was chosen on seeds 0 and 1
-with full models, by this metric.
+Muon and `KFAC()`; other cells have no ratio. The ratios of natural-gradient
+steps in these rows are those of the other seeds, trained on another machine.
+The length of the steps of `KFAC()` in long runs (the constant 400) was chosen
+on seeds 0 and 1 with full models, by this metric.
 
 Settings were chosen on a sixth of the training data, held out, and with small
 models; the test set was not used. The rates of Adam and Muon, and the batches
-and epochs of K-FAC, were searched again with the full models. K-FAC has its
-default rate, and half or all of the epochs. Its setting is the first one to end
-as well as the best baseline on the held-out data. Keras' Muon leaves the output
+and epochs of natural-gradient steps, were searched again with the full models.
+Natural-gradient steps have the default rate, and half or all of the epochs.
+Their setting is the first one to end as well as the best baseline on the
+held-out data. Keras' Muon leaves the output
 layer, convolutions, attention projections, embeddings, biases and scales to
 AdamW. The settings are in `docs/trainings.json`.
+"""
+ABOUT_EQUAL = """\
+The best baseline of the table above, with its batch and weight decay: at equal
+epochs, and with its epochs multiplied by the ratio of the processor seconds.
+Its rate was searched again for the longer training, on a sixth of the training
+data and seed 0; the best rate is between two others. `KFAC()` has no setting.
+Test results of seeds 5, 6 and 7, which chose nothing. One command trained a
+problem; "better" and "worse" need three standard errors. An update is a step
+with a batch. Fashion-MNIST is split at random, with seed 0, into 60,000 and
+10,000 images: its results do not compare with those of the official split.
+Where the baseline takes more seconds than `KFAC()` at equal epochs, that is the
+comparison.
 """
 ABOUT_TINY = """\
 Final training loss, on up to 1,024 training examples: mean and standard error
@@ -82,11 +97,11 @@ over the seeds. After the semicolon: the mean of the metric on held-out examples
 baseline. All methods have equal batches and epochs, and rates that fall
 linearly to 0 where the column does not say that they are constant. Baselines
 have the best of four rates, and of more if the best was the first or the last;
-Adam at a constant rate has Keras' default of 0.001. K-FAC (natural-gradient
-steps) has its default rate, and the best Adam as rest optimizer where its rate
-falls; `KFAC()` has no setting. The last rows compare with Adam (tuned, falling
-rate); means of ratios are geometric. The columns were measured on different
-machines, so the ratios of processor seconds are rough.
+Adam at a constant rate has Keras' default of 0.001. Natural-gradient steps have
+the default rate, and the best Adam as rest optimizer where its rate falls;
+`KFAC()` has no setting. The last rows compare with Adam (tuned, falling rate);
+means of ratios are geometric. The columns were measured on different machines,
+so the ratios of processor seconds are rough.
 """
 
 
@@ -96,6 +111,9 @@ def sections(records: Records) -> list[str]:
     if comparisons := list(compare(records.runs)):
         parts += ["## Time to the best baseline's result", *_paragraphs(ABOUT)]
         parts.append(markdown_table(*full_table(comparisons)))
+    if pairs := list(equal_seconds(Records(EQUAL_SECONDS).runs)):
+        parts += ["## Equal processor seconds", *_paragraphs(ABOUT_EQUAL)]
+        parts.append(markdown_table(*equal_table(pairs)))
     if tiny := tiny_ends(records.runs):
         parts += ["## Tiny problems", *_paragraphs(ABOUT_TINY)]
         parts.append(markdown_table(*tiny_table(tiny)))
@@ -195,7 +213,8 @@ def summary(records: Sequence[Record]) -> Table:
     everywhere = [m for m in counts if counts[m] == len(comparisons)]
     methods = [m for m in everywhere if not is_baseline(m)]
     methods.sort(key=is_untuned, reverse=True)
-    columns = ["problem", f"best of {_baselines(comparisons)}"]
+    columns = ["problem", "`KFAC()`: budget (epochs, updates)"]
+    columns.append(f"best of {_baselines(comparisons)}")
     lines = []
     for comparison in comparisons:
         run, best = comparison.best.setting, comparison.best
@@ -203,6 +222,7 @@ def summary(records: Sequence[Record]) -> Table:
         lines.append(
             [
                 f"{name}, {run.row.metric}",
+                budget(_rows(comparison).get(KFAC, best).setting),
                 f"{title(run.method)}: {spread(best.finals)}",
             ]
         )
@@ -224,6 +244,105 @@ def summary(records: Sequence[Record]) -> Table:
     return columns, lines
 
 
+# -------------------------------------------------------------- equal seconds
+class Pair(NamedTuple):
+    """`KFAC()` and a baseline on a problem, with the same seeds.
+
+    Attributes:
+        kfac: Setting of `KFAC()`.
+        baseline: Setting of the baseline.
+        ends: Final metrics, by setting.
+        seconds: Mean processor seconds of a training, by setting.
+        end: "less" or "more" final loss of `KFAC()`, or "tie".
+    """
+
+    kfac: Run
+    baseline: Run
+    ends: Mapping[Run, Sequence[float | None]]
+    seconds: Mapping[Run, float]
+    end: str
+
+
+def equal_seconds(records: Iterable[Record]) -> Iterator[Pair]:
+    """Yield the comparisons of a problem, the longest training last."""
+    found = [record for record in records if record["run"]["phase"] == FINAL]
+    groups = settings_of(found)
+    ends = {run: finals(group) for run, group in groups.items()}
+    seconds = {run: seconds_of(group) for run, group in groups.items()}
+    for kfac in filter(lambda run: is_untuned(run.method), groups):
+        rivals = [
+            run
+            for run in groups
+            if is_baseline(run.method) and run.problem == kfac.problem
+        ]
+        for run in sorted(rivals, key=lambda run: run.share):
+            pairs = zip(ends[kfac], ends[run], strict=True)
+            losses = [loss_of(kfac, a) - loss_of(run, b) for a, b in pairs]
+            yield Pair(kfac, run, ends, seconds, judge(losses))
+
+
+def equal_table(pairs: Sequence[Pair]) -> Table:
+    """Return a row for each training of each problem."""
+    rows = []
+    for pair in pairs:
+        for run in (pair.kfac, pair.baseline):
+            row = [
+                f"{run.problem}, {run.row.metric}",
+                title(run.method) + (f" ({run.rate:g})" if run.rate else ""),
+                budget(run),
+                f"{pair.seconds[run]:.0f}",
+                spread(pair.ends[run]),
+                ENDS[pair.end] if run is pair.baseline else "",
+            ]
+            if row not in rows:
+                rows.append(row)
+    columns = ["problem", "optimizer (rate)", "budget (epochs, updates)"]
+    return [*columns, "CPU s", "final result", "`KFAC()` ends"], rows
+
+
+def equal_headline(pairs: Sequence[Pair]) -> str:
+    """Return how often `KFAC()` ends better at equal seconds."""
+    ends = {pair.kfac.problem: pair.end for pair in pairs}
+    if not ends:
+        return ""
+    counts = Counter(ends.values())
+    others = [name for name in FULL_PROBLEMS if name not in ends]
+    return (
+        "At **equal processor seconds**, with nothing chosen, `KFAC()` ends "
+        f"better than the best tuned baseline on **{counts['less']} of "
+        f"{len(ends)} problems**, level on {counts[TIE]}, worse on "
+        f"{counts['more']} (three seeds that chose nothing; not run: "
+        f"{', '.join(others) or 'none'}). "
+    )
+
+
+def budget(run: Run) -> str:
+    """Return the number of epochs and updates."""
+    return f"{run.row.epochs * run.share:.3g}, {run.count_steps():,}"
+
+
+def cost(records: Sequence[Record]) -> str:
+    """Return the processor seconds of `KFAC()`, compared with Adam's."""
+    seconds: dict[Any, dict[str, float]] = defaultdict(dict)
+    for record in records:
+        run = Run(**record["run"])
+        if (run.phase, run.size) == (FINAL, "full"):
+            key = run.problem, run.seed, run.batch, record["environment"]
+            seconds[key][run.method] = record["curve"]["cpu_seconds"][-1]
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for (problem, *_), by_method in seconds.items():
+        if {KFAC, "adam"} <= by_method.keys():
+            ratios[problem].append(by_method[KFAC] / by_method["adam"])
+    means = sorted(map(statistics.geometric_mean, ratios.values()))
+    return (
+        f"A step and a whole training of `KFAC()` cost {means[0]:.1f} to "
+        f"{means[-1]:.1f} times the processor seconds of Adam's at equal "
+        "batches and epochs (geometric mean "
+        f"{statistics.geometric_mean(means):.1f}, without the trace)."
+    )
+
+
+# ------------------------------------------------------------------- sentences
 def headline(records: Sequence[Record]) -> str:
     """Return the results of `KFAC()`, compared with the tuned baselines."""
     comparisons, adams = (
@@ -232,7 +351,7 @@ def headline(records: Sequence[Record]) -> str:
     rows = [_rows(c)[KFAC] for c in comparisons if KFAC in _rows(c)]
     ends = Counter(row.end for row in rows)
     text = (
-        "With nothing chosen, `KFAC()` ends better than the best of "
+        "At equal epochs `KFAC()` ends better than the best of "
         f"{_baselines(comparisons)} on **{ends['less']} of {ends.total()} "
         f"problems**, level on {ends[TIE]}, worse on {ends['more']}."
     )
@@ -331,7 +450,7 @@ def title(method: str) -> str:
     arguments = dict(variant.arguments)
     if variant.name != KFAC and variant.name not in TITLES:
         return f"`{method}`"
-    words = [TITLES.get(variant.name, "K-FAC")]
+    words = [TITLES.get(variant.name, "natural-gradient steps")]
     if arguments.pop("step", None) == "spectral":
         words = ["spectral steps"]
     # The text above the table names the rest optimizer.

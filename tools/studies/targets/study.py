@@ -18,6 +18,7 @@ from targets.run import Run
 # A run, the number of its environment, and the result of `training.train`.
 Record = dict[str, Any]
 TRAININGS = ROOT / "docs" / "trainings.json"
+EQUAL_SECONDS = ROOT / "docs" / "equal_seconds.json"
 # Data sets that need no directory of files.
 EMBEDDED = ("text", "tokens", "arm", "digits", "drawn")
 MODULES = ("tensorflow", "keras", "keras_hub")

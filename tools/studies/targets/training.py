@@ -8,7 +8,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -61,12 +61,51 @@ def load(run: Run, directory: pathlib.Path | None) -> Data:
     return large.hold_out(data.train) if run.phase == SEARCH else data
 
 
+class Resettable:
+    """A compiled model whose variables can be reset to initial values.
+
+    Tracing a step takes longer than a tiny training, so the variables are reset
+    in place for each seed. `make` returns the optimizer of a model.
+
+    Attributes:
+        model: The model.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], keras.Model],
+        make: Callable[[keras.Model], keras.optimizers.Optimizer],
+        loss: Any,
+    ) -> None:
+        self._build, self.model = build, build()
+        optimizer = make(self.model)
+        self.model.compile(optimizer, loss)
+        # Variables that are created in the first trace cost Keras' optimizers
+        # a second trace.
+        optimizer.build(self.model.trainable_variables)
+        inner = vars(optimizer).values()
+        base = keras.optimizers.Optimizer
+        parts = [optimizer, *(x for x in inner if isinstance(x, base))]
+        self._states: list[tuple[Any, dict[str, Any]]] = []
+        for part in parts:
+            self._states.append((part, {}))
+            part.save_own_variables(self._states[-1][1])
+
+    def reset(self, seed: int) -> None:
+        """Set all variables to the initial values of a seed."""
+        keras.utils.set_random_seed(seed)
+        fresh = self._build().variables
+        for part, state in self._states:
+            part.load_own_variables(state)
+        for variable, initial in zip(self.model.variables, fresh, strict=True):
+            variable.assign(initial)
+
+
 class Training:
     """A compiled model that is trained from the start for each seed.
 
-    Tracing a step takes longer than a tiny training, so all variables are reset
-    in place for each seed. `steps` and `evaluations` replace the numbers of
-    steps and measurements of the run; `file`: see `train`.
+    `steps` and `evaluations` replace the numbers of steps and measurements of
+    the run; `file`: see `train`.
 
     Attributes:
         model: The model.
@@ -85,17 +124,13 @@ class Training:
         self._steps = steps or run.count_steps()
         is_curve = run.phase == FINAL and run.size != TINY
         self._evaluations = evaluations or (EVALUATIONS if is_curve else 1)
-        self.model = models.build(run.problem, run.size)
-        optimizer = make_optimizer(run, self._steps, self.model, file)
-        self.model.compile(optimizer, models.LOSSES[run.row.loss]())
-        # Variables that are created in the first trace cost Keras' optimizers
-        # a second trace.
-        optimizer.build(self.model.trainable_variables)
-        self._optimizers: dict[Any, dict[str, Any]] = {
-            part: {} for part in _parts(optimizer)
-        }
-        for part, state in self._optimizers.items():
-            part.save_own_variables(state)
+        steps = self._steps
+        self._resettable = Resettable(
+            lambda: models.build(run.problem, run.size),
+            lambda model: make_optimizer(run, steps, model, file),
+            models.LOSSES[run.row.loss](),
+        )
+        self.model = self._resettable.model
         problem = run.row
         measured = data.test
         self._validate = None
@@ -119,14 +154,8 @@ class Training:
             The curve, the time of the first step, and for tiny problems the
             metric on test examples.
         """
-        keras.utils.set_random_seed(seed)
-        fresh = models.build(self._run.problem, self._run.size)
         self.measure()  # trace the graph of the measurement
-        for part, state in self._optimizers.items():
-            part.load_own_variables(state)
-        pairs = zip(self.model.variables, fresh.variables, strict=True)
-        for variable, initial in pairs:
-            variable.assign(initial)
+        self._resettable.reset(seed)
         if recorder is None:
             recorder = Recorder(self.measure, self._steps, self._evaluations)
         self.model.fit(
@@ -140,13 +169,6 @@ class Training:
         if self._validate:
             record["validation"] = self._validate()
         return record
-
-
-def _parts(optimizer: Any) -> list[keras.optimizers.Optimizer]:
-    """Return an optimizer and its inner optimizers."""
-    attributes = vars(optimizer).values()
-    base = keras.optimizers.Optimizer
-    return [optimizer, *(x for x in attributes if isinstance(x, base))]
 
 
 def batches(run: Run, data: Data, seed: int) -> tf.data.Dataset:
