@@ -11,6 +11,8 @@ from keras import layers
 import tfkfac
 from tests.support.harness import randomize
 from tests.support.small import loss, rows_of
+from tfkfac.blocks import Statistic
+from tfkfac.kfac import method
 from tfkfac.solvers import Solver
 from tfkfac.solvers.registry import SOLVERS
 
@@ -38,7 +40,7 @@ def optimizer(step: str, solver: str = "inverse") -> Any:
 
 
 def state_of(kfac: Any, path: str) -> list[Any]:
-    names = "factor_", "weight", "solver_", "whitened_", "row_", "column_"
+    names = "factor_", "weight", "solver_", "whitened_", "extents"
     rows = rows_of(kfac.method.states, path, names)
     return [np.array(row.numpy()) for row in rows]
 
@@ -55,12 +57,19 @@ def train(model: Any, kfac: Any, weights: list[Any]) -> None:
     step()
 
 
+def positions(kfac: Any) -> list[tuple[int, ...]]:
+    """Return the positions of the blocks of each group."""
+    (state,) = kfac.method.states
+    groups = [group.positions for group in state.averages]
+    assert groups == [group.positions for group in state.preconditioners]
+    return groups
+
+
 def test_equal_blocks_share_variables() -> None:
     kfac = optimizer("spectral").attach(model := network())
     kfac.build(model.trainable_variables)
     (state,) = kfac.method.states
-    assert [x.positions for x in state.averages] == [(0, 1, 2), (3,)]
-    assert [x.positions for x in state.preconditioners] == [(0, 1, 2), (3,)]
+    assert positions(kfac) == [(0, 1, 2), (3,)]
     assert state.averages[0].averages[0].shape == (3, WIDTH + 1, WIDTH + 1)
 
 
@@ -109,6 +118,119 @@ def test_state_of_layers_that_remain() -> None:
         for got, want in zip(state_of(kfac, path), old, strict=True):
             assert np.any(want)
             np.testing.assert_array_equal(got, want)
+
+
+def test_groups_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Natural-gradient steps on CPUs have smaller groups with equal results.
+
+    Another limit keeps the state.
+    """
+    width = WIDTH + 1  # with the bias
+    size = width**2 + WIDTH**2 + width * WIDTH
+    limits = {"MAX_ELEMENTS": size, "CACHED_ELEMENTS": 2 * size}
+    results = []
+    for is_limited in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(tf.config, "list_physical_devices", lambda _: [])
+            if is_limited:
+                for name, limit in limits.items():
+                    patch.setattr(method, name, limit)
+            kfac = optimizer("natural").attach(model := network())
+            kfac.build(model.trainable_variables)
+            train(model, kfac, model.trainable_variables)
+        results.append(model.get_weights())
+    for got, want in zip(*results, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    before = {path: state_of(kfac, path) for path in ("a", "b", "c", "logits")}
+    assert positions(kfac) == [(0, 1), (2,), (3,)]
+    kfac.attach(model)
+    assert positions(kfac) == [(0, 1, 2), (3,)]
+    for path, old in before.items():
+        for got, want in zip(state_of(kfac, path), old, strict=True):
+            assert np.any(want)
+            np.testing.assert_array_equal(got, want)
+
+
+def test_spectral_steps_and_gpus_have_large_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(method, "CACHED_ELEMENTS", 1)
+    for step, devices in (("natural", ["a GPU"]), ("spectral", [])):
+        monkeypatch.setattr(
+            tf.config, "list_physical_devices", lambda _, found=devices: found
+        )
+        kfac = optimizer(step).attach(model := network())
+        kfac.build(model.trainable_variables)
+        assert positions(kfac) == [(0, 1, 2), (3,)]
+
+
+# ------------------------------------------------ flags of interleaved groups
+def interleaved() -> Any:
+    """Blocks of equal factors, 0 and 3, around two others."""
+    sizes = {"a": WIDTH, "up": WIDTH + 3, "down": WIDTH, "b": WIDTH}
+    hidden = [layers.Dense(n, "tanh", name=name) for name, n in sizes.items()]
+    model = keras.Sequential(
+        [keras.Input((WIDTH,)), *hidden, layers.Dense(CLASSES, name="logits")]
+    )
+    randomize(model)
+    return model
+
+
+PATHS = "a", "up", "down", "b", "logits"
+
+
+@pytest.mark.parametrize("path", ["up", "b"])
+def test_a_fault_is_of_its_block(path: str) -> None:
+    """A decomposition and an average of one block become NaN."""
+    kfac = optimizer("spectral").attach(model := interleaved())
+    kfac.build(model.trainable_variables)
+    assert positions(kfac) == [(0, 3), (1,), (2,), (4,)]
+    train(model, kfac, model.trainable_variables)
+    for row in rows_of(kfac.method.states, path, ("solver_", "factor_G")):
+        row.assign(np.full(row.shape, np.nan))
+    kfac.method.states[0].counters.decomposed.assign(np.ones(len(PATHS)))
+    train(model, kfac, model.trainable_variables)
+    assert kfac.events() == {
+        f"factors dropped of {path}": 1,
+        f"plain gradients in {path}": 1,
+    }
+
+
+@pytest.mark.parametrize("path", ["up", "b"])
+def test_updates_of_averages_by_block(path: str) -> None:
+    """Averages are `sum / count`; invalid statistics change no other block.
+
+    Workers that store the averages of a block count its faults.
+    """
+    kfac = optimizer("spectral").attach(model := interleaved())
+    kfac.build(model.trainable_variables)
+    (state,) = kfac.method.states
+    rng, invalid = np.random.default_rng(0), PATHS.index(path)
+    statistics, averages = {}, {}
+    for i, block in enumerate(state.blocks):
+        statistics[i], averages[block.path] = {}, {}
+        for name, factor in block.factors.items():
+            total = rng.uniform(1, 2, factor.shape).astype("float32")
+            count = rng.uniform(1, 5)
+            averages[block.path][name] = total / count
+            total = total * (np.nan if i == invalid else 1)
+            statistics[i][name] = Statistic(
+                tf.constant(total), tf.constant(count, "float32")
+            )
+    for _ in range(2):
+        state.update_averages(statistics, 0.5, tf.constant(True))
+    for block_path, factors in kfac.factors().items():
+        for name, got in factors.items():
+            want = averages[block_path][name] * (block_path != path)
+            np.testing.assert_allclose(got, want, rtol=1e-5)
+    observed = np.where(np.arange(len(PATHS)) == invalid, 0, 2)
+    np.testing.assert_array_equal(state.counters.observed, observed)
+    assert kfac.events() == {f"statistics not finite in {path}": 2}
+    state.averages = state.averages[1:]  # others store blocks 0 and 3
+    state.update_averages(statistics, 0.5, tf.constant(True))
+    np.testing.assert_array_equal(state.counters.observed, observed * 3 // 2)
+    count = 2 if path == "b" else 3
+    assert kfac.events() == {f"statistics not finite in {path}": count}
 
 
 def strict(base: type[Solver]) -> type[Solver]:

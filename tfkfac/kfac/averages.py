@@ -37,9 +37,10 @@ SPECTRAL = "spectral"
 # language model with 23 M weights (6 layers) was 1.48 times that of Adam
 # without this limit and 1.30 times with it, when momenta were twice as large.
 MAX_ELEMENTS = 1 << 22
-# The same for natural-gradient steps on a CPU. Their operations read stacks
-# from the cache of a core: a step of 10 layers of 256 takes 0.77 times the
-# processor seconds with this limit. Spectral steps do not depend on it.
+# Maximum number of elements of a group in natural-gradient steps on a CPU, so
+# that operations read stacks from the cache of a core: a step of 10 layers of
+# 256 takes 0.77 times the processor seconds that it takes with `MAX_ELEMENTS`.
+# The processor seconds of spectral steps do not depend on it.
 CACHED_ELEMENTS = 1 << 18
 
 
@@ -228,7 +229,7 @@ class FactorAverages(Group):
             tf.cast(x, self.dtype) for x in (old_decay, new_weight, scales)
         )
         first, *_ = self.factor_types
-        of_first, of_last = tf.unstack(scales)
+        first_scale, last_scale = tf.unstack(scales)
         names = (*self.names, *self.other_names)
         variables = [*self.averages, *self.other_means]
         for name, variable in zip(names, variables, strict=True):
@@ -236,7 +237,7 @@ class FactorAverages(Group):
             if name in self.other_names:
                 new = self.factor_types[name].mean_eigenvalue(new)
             mixed = tf.math.multiply_no_nan(old, per_row(old_decay, old))
-            scale = of_first if name == first else of_last
+            scale = first_scale if name == first else last_scale
             mixed += tf.math.multiply_no_nan(new, per_row(scale, new))
             self.write(variable, rows, mixed)
         weight = self.read(self.weight, rows)

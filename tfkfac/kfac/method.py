@@ -49,7 +49,6 @@ from tfkfac.loss.batch import trace_nested_calls
 from tfkfac.loss.terms import recognized
 from tfkfac.saving.entries import Contents
 from tfkfac.shell.method import Method
-from tfkfac.shell.model import uses_xla
 from tfkfac.shell.rest import follow_lengths
 from tfkfac.solvers.registry import make_solver
 from tfkfac.training.job import Job
@@ -480,10 +479,9 @@ class KFACMethod(Method):
         if warning is not None:
             self._advise(warning)
         existing = dict(zip(self.job.topology.local, self.states, strict=False))
+        # XLA runs on GPUs only.
         uses_cache = not (
-            self._rule.has_momenta
-            or uses_xla(self.job.model)
-            or tf.config.list_physical_devices("GPU")
+            self._rule.has_momenta or tf.config.list_physical_devices("GPU")
         )
 
         def make_state(rank: int) -> State:

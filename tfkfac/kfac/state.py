@@ -215,8 +215,11 @@ class State(Tracked):
         accepted, finite, valid = update_averages(
             groups, self.blocks, statistics, decay, tf.gather(due_flags, order)
         )
+        # The workers that store a block count its faults.
+        num_stored = len(places)
+        finite = counters.flags([(order[:num_stored], finite[:num_stored])])
         count_each(
-            due_flags & ~counters.flags([(order, finite)]),
+            due_flags & ~finite,
             counters.rejected,
             counters.paths,
             "statistics are not finite, the factors keep their values.",

@@ -30,7 +30,7 @@ _POLYNOMIALS_PER_GRAM_TF32 = 3
 # columns are orthogonalised together.
 _MIN_WIDTH = 1 / 4
 # Minimum size of padded Gram matrices. XLA compiles and tunes the products of
-# each size, so there all layers share one.
+# each size, so sizes up to 32 are padded to 32 there.
 _MIN_SIZE, _MIN_SIZE_XLA = 8, 32
 
 
@@ -150,7 +150,7 @@ def _polar(
 
 
 def _product_of_polynomials(gram: tf.Tensor, steps: range) -> tf.Tensor:
-    """Return the factor of x by some of the polynomials, from `x^T x`."""
+    """Return `q(x^T x)`, where `x q(x^T x)` applies some polynomials to x."""
     identity = tf.eye(gram.shape[-1], dtype=gram.dtype)
     product = factor = identity
     for i in steps:
