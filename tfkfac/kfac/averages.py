@@ -39,7 +39,7 @@ SPECTRAL = "spectral"
 MAX_ELEMENTS = 1 << 22
 # Maximum number of elements of a group in natural-gradient steps on a CPU, so
 # that operations read stacks from the cache of a core: a step of 10 layers of
-# 256 takes 0.77 times the processor seconds that it takes with `MAX_ELEMENTS`.
+# 256 takes 0.7 times the processor seconds that it takes with `MAX_ELEMENTS`.
 # The processor seconds of spectral steps do not depend on it.
 CACHED_ELEMENTS = 1 << 18
 
