@@ -129,6 +129,20 @@ def both(outputs: list[Array]) -> list[tuple[Array, Array]]:
 SERIES_Y = RNG.normal(size=(ROWS, 4, 2))
 VALID = np.any(SERIES != 0, -1, keepdims=True)
 SPARSE = keras.losses.SparseCategoricalCrossentropy
+
+
+class Registered(SPARSE):
+    """A loss with a registered distribution."""
+
+
+class Classes(tfkfac.fisher.Categorical):
+    """A distribution of the user, without the argument `from_logits`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+tfkfac.register_distribution(Registered, Classes())
 CASES = {
     "penalty": Case(
         network(penalty=keras.regularizers.L2(0.02)), "mse", X, REAL,
@@ -146,6 +160,10 @@ CASES = {
     "logits": Case(
         network(3), lambda: SPARSE(from_logits=True), X, CLASSES,
         categorical(HOT, 1.0), links=(LOG,),
+    ),
+    "registered": Case(
+        network(3, "softmax"), Registered, X, CLASSES, categorical(HOT, 1.0),
+        links=(LOG,),
     ),
     "counts": Case(network(2, "exponential"), "poisson", X, COUNTS, counts),
     "two outputs": Case(

@@ -142,11 +142,11 @@ class Patches:
 
     images: tf.Tensor  # `(batch, *cells, channels)`
     geometry: Geometry
-    dtype: tf.DType  # of the rows
-    groups: int = 0  # of channels; 0 if rows have no group axis
+    dtype: tf.DType  # dtype of the rows
+    groups: int = 0  # number of channel groups; 0 if rows have no group axis
     bias: bool = False  # True to append a one to each row
     images_per_example: int | tf.Tensor = 1
-    weights: tf.Tensor | None = None  # of the rows, 1 or 0; None for 1
+    weights: tf.Tensor | None = None  # row weights, 1 or 0; None for 1
 
     @property
     def examples(self) -> Any:

@@ -166,8 +166,8 @@ def _blocks_of(
             reason = reason or TimeDistributedBlock.unsupported(outer)
         if reason is not None:
             return blocks, excluded or reason
-        parent, slash, own_name = node.path.rpartition("/")
-        path = f"{parent}{slash}{prefix}{own_name}"
+        parent, slash, layer_name = node.path.rpartition("/")
+        path = f"{parent}{slash}{prefix}{layer_name}"
         try:
             block = block_class(node.layer, path)
         except AttributeError as error:

@@ -253,7 +253,10 @@ class ChiefBackup(
             self._write(epoch + 1)
 
     def _write(self, epoch: int, batch: int = 0) -> bool:
-        """Write a backup from which `fit` resumes; return True on success."""
+        """Write a backup from which `fit` resumes; return True on success.
+
+        Epochs and batches are counted from 0.
+        """
         batch_name = f"_batch-{batch:09}" if batch else ""
         path = self.directory / f"epoch-{epoch:06}{batch_name}{_SUFFIX}"
 

@@ -170,11 +170,13 @@ def layer_curvature(
     """
     if not all(np.all(np.isfinite(factor)) for factor in factors.values()):
         return math.nan, math.nan
-    # Eigenvalues, clipped to at least 0; those of a diagonal are its elements.
-    spectra = [
-        x if x.ndim == 1 else np.maximum(np.linalg.eigvalsh(x), 0.0)
-        for x in (np.asarray(x, np.float64) for x in factors.values())
-    ]
+    spectra = []
+    for factor in factors.values():
+        # The elements of a diagonal factor are its eigenvalues.
+        eigenvalues = np.asarray(factor, np.float64)
+        if eigenvalues.ndim > 1:
+            eigenvalues = np.maximum(np.linalg.eigvalsh(eigenvalues), 0.0)
+        spectra.append(eigenvalues)
     trace, largest, smallest = (
         functools.reduce(np.multiply, [reduce(s, axis=-1) for s in spectra])
         for reduce in (np.sum, np.max, np.min)

@@ -241,7 +241,11 @@ class _Coordinator:
     def _reason_to_refuse(
         self, greeting: Greeting, address: str, host: str, sender: str
     ) -> str:
-        """Return why worker 0 must refuse a worker; "" if it can take part."""
+        """Return why worker 0 must refuse a worker; "" if it can take part.
+
+        `host` is the IP address of the worker, `sender` the name or address by
+        which other workers reach the worker.
+        """
         worker, received = greeting.worker, greeting.cluster
         expected, job = self._cluster.addresses, self._cluster.job
         if len(received) != len(expected) or any(

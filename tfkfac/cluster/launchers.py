@@ -42,7 +42,7 @@ _HAS_PORT = re.compile(r":[^\]]*$")
 class Launcher:
     """Program that starts the workers and sets their environment variables."""
 
-    name: str  # in messages
+    name: str  # name of the launcher in messages
     index: str  # variable of the index of the worker
     size: str  # variable of the number of workers; "" if there is none
     # Function of the environment that returns the address of worker 0; None if

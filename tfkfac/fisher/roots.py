@@ -69,9 +69,11 @@ def root_of(
     `values` are logits if `is_logits`; `scale` is `s`.
     """
     distribution = output.distribution
-    if is_logits:  # the distribution of logits instead of probabilities
-        assert isinstance(distribution, Bernoulli | Categorical)
-        distribution = type(distribution)(from_logits=True)
+    if is_logits:  # use the distribution of logits instead of probabilities
+        is_binary = isinstance(distribution, Bernoulli)
+        assert is_binary or isinstance(distribution, Categorical)
+        base = Bernoulli if is_binary else Categorical
+        distribution = base(from_logits=True)
     output = Output(values, distribution, output.weights)
     *terms, size = values.shape[1:].as_list() or [1]
     if isinstance(distribution, Independent):

@@ -25,7 +25,7 @@ from tfkfac.compat.graphs import (
     replica_copy,
 )
 from tfkfac.compat.optimizers import raw_iterations
-from tfkfac.compat.overrides import replace_moments
+from tfkfac.compat.overrides import Below, replace_moments
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
 from tfkfac.distributed.topology import Roles, assign_roles
 from tfkfac.fosi.estimation import (
@@ -170,7 +170,7 @@ class MultiRoleMethod(FOSIMethod):
                 group.append(everyone.among(self.peers(everyone.rank)))
             return differentiable_sum(group[0], value)
 
-        def moments(original: Any, /, *args: Any) -> Any:
+        def moments(original: Below, /, *args: Any) -> Any:
             """Sum the batch moments of a layer in training steps."""
             if not capturing():
                 return original(*args)
@@ -241,7 +241,10 @@ class MultiRoleMethod(FOSIMethod):
         self._send_weights(state, everyone)
 
     def _schedule(self, state: RoleState) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return if an estimation begins, and the next `progress`."""
+        """Return if an estimation begins, and the next `progress`.
+
+        Both are equal on all replicas.
+        """
         clock = self.job.clock
         idle = tf.equal(state.progress, 0)
         begins = self.timing.begins(clock, state) & idle

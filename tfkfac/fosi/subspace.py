@@ -53,24 +53,25 @@ class Subspace(Slots):
         def coefficients(name: str) -> tf.Variable:
             return self.slot(name, count, dtype, region=local)
 
-        # The local block of V^T, and the curvatures of all directions.
+        # The local block of V^T.
         self.directions = self.slot(
             "directions",
             layout.shape,
             dtype,
             region=Region(shape, (row, column)),
         )
+        # The curvatures of all directions, ascending.
         self.ritz_values = self.slot(
             "ritz_values", [geometry.directions], dtype
         )
-        # Mean square of the Newton steps' lengths, and their momentum.
+        # Running mean square of the Newton steps' lengths.
         self.square = self.slot("square", dtype=dtype, least=0)
+        # Local coefficients of the Newton steps' momentum.
         self.momentum = coefficients("momentum")
-        # Of accumulated gradients; `V^T b` for plain SGD's momentum b.
         self.accumulated = self.inner_momentum = None
-        if inner.accumulates:
+        if inner.accumulates:  # local coefficients of accumulated gradients
             self.accumulated = coefficients("accumulated")
-        if inner.has_momentum:
+        if inner.has_momentum:  # elements of `V^T b`, plain SGD's momentum b
             self.inner_momentum = coefficients("inner_momentum")
 
     @staticmethod
@@ -193,11 +194,13 @@ class State(Slots):
         self.estimations = self.slot("estimations", **worker_options)
         # Clock at the start of the last estimation; -1 before the first.
         self.last = self.slot("last_estimation", value=-1, least=-1)
-        # Estimations that were not finite; drops of invalid directions.
+        # Number of estimations that were not finite.
         self.failures = self.slot("failures", **worker_options)
+        # Number of times that invalid directions were dropped.
         self.forgotten = self.slot("forgotten", saved=False)
-        # Updates before the first estimation; -1 if unknown.
+        # Number of updates before the first estimation; -1 if unknown.
         self.warmup = self.slot("warmup", value=-1, least=-1)
+        # The largest learning rate of the inner optimizer so far.
         self.largest_rate = self.slot("largest_rate", (), "float64", least=0)
 
     @property

@@ -117,8 +117,8 @@ class Lanczos:
         """Run `steps` iterations; return tridiagonal matrix and basis rows."""
         if tf.executing_eagerly():
             # Use lists of rows: `set_row` would copy the basis.
-            blocks: list[tf.Tensor] = []
-            rows: list[tf.Tensor] = []
+            # AutoGraph refuses annotations of variables in a branch.
+            blocks, rows = list[tf.Tensor](), list[tf.Tensor]()
 
             def add(row: tf.Tensor) -> Basis:
                 previous = rows[-1] if rows else row

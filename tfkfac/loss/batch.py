@@ -41,7 +41,8 @@ _ARGUMENTS = ("x", "y", "y_pred", "sample_weight", "training")
 class LossBatch:
     """Batch for which `compute_loss` was called."""
 
-    terms: tuple[LossTerms, ...] = ()  # of each loss; empty if not observed
+    # Terms of each loss; empty if no loss was observed.
+    terms: tuple[LossTerms, ...] = ()
     # For each output with sample weights, bool `(examples, positions)`, True
     # where the weight is zero.
     weightless: tuple[tf.Tensor, ...] = ()

@@ -13,18 +13,19 @@ from tfkfac.loss.terms import LossTerms
 class LossMeasure(NamedTuple):
     """Number of terms, unit and replica weights of the loss of a step."""
 
-    # Terms of this replica; None for the leading dimension of a layer's input.
+    # Number of terms of this replica; None for the leading dimension of each
+    # layer's input.
     terms: tf.Tensor | None
     # Factor from a recorded gradient to the gradient of the negative
-    # log-likelihood of one term; times their number if `terms` is None.
+    # log-likelihood of one term. If `terms` is None, the caller also multiplies
+    # by the number of terms.
     row_scale: tf.Tensor
     # Divisor from the gradient of the loss to the gradient of the mean negative
     # log-likelihood.
     unit: tf.Tensor
     summed: tf.Tensor  # scalar bool, True if the loss is the sum over its terms
-    total: (
-        tf.Tensor | None
-    )  # number of terms of all replicas; None like `terms`
+    # Number of terms of all replicas; None if `terms` is None.
+    total: tf.Tensor | None
     # Weight of this replica's gradient, (terms of this replica / terms of all)
     # times the number of replicas; None for 1.
     share: tf.Tensor | None = None
@@ -166,7 +167,7 @@ class LossScaling:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        # Of the `LossScaleOptimizer`, if any.
+        # Reference to the `LossScaleOptimizer`; None without loss scaling.
         self.scaler: weakref.ref[Any] | None = None
         self.is_wrapped = False
 

@@ -162,7 +162,8 @@ class Contents:
     """State of a replica to save, and the sections that a file must have."""
 
     entries: list[Entry]
-    layers: tuple[str, ...] = ()  # of which any replica has state
+    # Paths of the layers for which any replica has state.
+    layers: tuple[str, ...] = ()
     # For each optional section, a function that resets it if the file does not
     # contain it.
     optional_sections: Mapping[str, Callable[[], object]] = dataclasses.field(

@@ -19,22 +19,24 @@ class RunPlan(Slots):
 
     def __init__(self) -> None:
         super().__init__("run")
-        # Updates before and of the run, whose length is 0 while it is unknown.
+        # Number of updates before the run.
         self.start = self.slot("run_start")
+        # Number of updates of the run; 0 while the number is unknown.
         self.length = self.slot("run_length")
         # Fraction of the peak at the start; below 1 after `move_end`.
         self.scale = self.slot("run_scale", (), "float32", 1.0)
-        # Argument of the `fit`, 0 for a run that the user began; current epoch,
-        # from 0 on; batches of an epoch, 0 if unknown.
+        # Argument `epochs` of the `fit`; 0 for a run that the user began.
         self.epochs = self.slot("run_epochs")
+        # Current epoch of the `fit`, from 0 on.
         self.epoch = self.slot("run_epoch")
+        # Number of batches of an epoch; 0 if the number is unknown.
         self.steps = self.slot("run_steps")
         self.in_fit = self.slot("in_fit", saved=False)
         # Fraction of the peak at the end of the last `fit` of this process;
         # None if its length was unknown.
         self.last_fraction: float | None = None
-        # Rate that the user has set in training, which ends the decay of the
-        # inner optimizer; negative if none is set.
+        # Learning rate that the user has set in training, which ends the decay
+        # of the inner optimizer; negative if no rate is set.
         self.set_rate = self.slot("set_learning_rate", (), "float32", -1.0)
 
     def begin(

@@ -45,7 +45,7 @@ _OVERRIDES, _BOUND = "_tfkfac_supervision", "_tfkfac_optimizer"
 
 
 def supervise(model: keras.Model) -> None:
-    """Attach an optimizer of tfkfac to the model compiled with it; supervise.
+    """Attach the tfkfac optimizer of a compiled model, and supervise the model.
 
     A Keras optimizer has no reference to its model. `compile` always runs
     before the first trace, also in `load_model`.

@@ -49,7 +49,7 @@ class Step:
     # Gradients of this replica's loss, divided by the number of replicas by
     # Keras; None for a variable without a gradient.
     gradients: Gradients
-    variables: Sequence[keras.Variable]  # of the gradients
+    variables: Sequence[keras.Variable]  # the variables of the gradients
     batch: LossBatch
     group: Communicator  # the replicas that train together
     # Values of the model's non-trainable state before its call.
@@ -238,9 +238,9 @@ class Step:
                 # of the inner optimizer: use the rate before the step is
                 # counted.
                 tasks = [(rest, uncovered, None), (inner, covered, after)]
-            for optimizer, its_pairs, callback in tasks:
+            for optimizer, optimizer_pairs, callback in tasks:
                 with updates_in_replica(optimizer, callback):
-                    apply_or_count(optimizer, its_pairs)
+                    apply_or_count(optimizer, optimizer_pairs)
             self._streak.end()
 
         when(self.finite, update)
