@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import constraints, layers
-from keras.optimizers import SGD
+from keras.optimizers import SGD, Adam
 
+from tests.support.dtypes import floats
 from tests.support.fosi_reference import (
     CLASSES,
     FEATURES,
@@ -28,6 +29,8 @@ from tests.support.fosi_reference import (
     small,
 )
 from tests.support.reference import Array
+from tfkfac.fosi.update import is_plain_sgd
+from tfkfac.training.job import Job
 
 NEVER = 100
 
@@ -119,6 +122,32 @@ def test_averages_and_constraints(double: None) -> None:
     # Keras leaves the averages in the model at the end of a fit.
     np.testing.assert_allclose(flat(model), average, rtol=0, atol=1e-7)
     assert (want[1:, constrained] == 0).any()
+
+
+# ----------------------------------------------------------------- plain SGD
+def test_is_plain_sgd() -> None:
+    """Its momentum is projected; decay, clipping and half precision forbid it.
+
+    In half precision, rounded changes are not orthogonal to the directions.
+    """
+
+    def is_plain(inner: Any) -> bool:
+        return is_plain_sgd(Job("fosi", mlp(), inner))
+
+    for options in ({}, {"nesterov": True, "momentum": 0.9}, {"use_ema": True}):
+        assert is_plain(SGD(0.1, **options)), options
+    for name, value in {
+        "weight_decay": 0.1,
+        "clipnorm": 1.0,
+        "clipvalue": 1.0,
+        "global_clipnorm": 1.0,
+        "gradient_accumulation_steps": 2,
+    }.items():
+        assert not is_plain(SGD(0.1, **{name: value})), name
+    for inner in (type("Other", (SGD,), {})(0.1), Adam(0.1)):
+        assert not is_plain(inner)
+    with floats("bfloat16"):
+        assert not is_plain(SGD(0.1))
 
 
 def momentum_of(optimizer: Any) -> Array:

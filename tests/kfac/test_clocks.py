@@ -219,6 +219,54 @@ def test_fewest_balanced_groups(
     assert list(assign_groups(plan, shapes)) == groups
 
 
+def resnet50() -> list[Shapes]:
+    """Factors of the convolutions and of the dense layer, with biases."""
+    shapes: list[Shapes] = [matrices(7 * 7 * 3, 64)]
+    inputs = 64
+    for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        shapes.append(matrices(inputs, 4 * width))
+        for _ in range(count):
+            shapes.append(matrices(inputs, width))
+            shapes.append(matrices(9 * width, width))
+            shapes.append(matrices(width, 4 * width))
+            inputs = 4 * width
+    return [*shapes, matrices(2048, 1000)]
+
+
+def bert_large() -> list[Shapes]:
+    layer = [matrices(1024, 1024)] * 4
+    return [*layer, matrices(1024, 4096), matrices(4096, 1024)] * 24
+
+
+def matrices(inputs: int, outputs: int) -> Shapes:
+    return {"A": (inputs + 1, inputs + 1), "G": (outputs, outputs)}
+
+
+@pytest.mark.parametrize("workers", [2, 8, 16, 64])
+@pytest.mark.parametrize("mode", ["comm_opt", "mem_opt"])
+@pytest.mark.parametrize("model", [resnet50, bert_large])
+def test_inverse_updates_scale(model: Any, mode: str, workers: int) -> None:
+    """The workers wait for the busiest one of each group.
+
+    An interval takes 1/P of the work, or as long as its largest task. A group
+    is within 1.5 times the largest block, or near a quarter of an interval.
+    """
+    shapes = model()
+    plan = plan_layers(shapes, workers, mode)
+    groups = assign_groups(plan, shapes)
+    work = np.zeros([max(groups) + 1, workers])
+    tasks, blocks = [], []
+    for group, layer, factors in zip(groups, plan, shapes, strict=True):
+        sizes = {name: shape[0] ** 3 for name, shape in factors.items()}
+        for name, size in sizes.items():
+            work[group, layer.owners[name]] += size
+        blocks.append(sum(sizes.values()))
+        tasks += sizes.values() if mode == "comm_opt" else [blocks[-1]]
+    interval = work.max(axis=1).sum()
+    assert interval < 1.02 * max(sum(tasks) / workers, max(tasks))
+    assert work.max() < max(1.5 * max(blocks), 1.3 * interval / 4)
+
+
 def due_steps(
     groups: int, inverse: Any, factor: int, steps: int
 ) -> list[list[int]]:

@@ -200,6 +200,17 @@ def test_mixed_precision_has_the_true_scale(
         assert_close(got, value, 10 * tolerance)
 
 
+def test_float16_trains(policy: Callable[[str], None]) -> None:
+    """A few epochs with the defaults decrease the loss."""
+    policy("float16")
+    model = compiled_mlp(eager=True)
+    history = model.fit(*data(64, seed=5), epochs=4, verbose=0).history
+    assert np.isfinite(history["loss"]).all()
+    assert history["loss"][-1] < 0.8 * history["loss"][0]
+    factors = kfac_of(model).factors()["hidden"].values()
+    assert {v.dtype.name for v in factors} == {"float32"}
+
+
 def test_loss_scale_of_a_custom_loop() -> None:
     """An unknown loss scale is an error; the square of a scale overflows."""
 

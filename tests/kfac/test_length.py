@@ -205,6 +205,54 @@ def test_reason_without_curvature() -> None:
         model.train_on_batch(tf.ones([8, 4]), tf.zeros([8, 4]))
 
 
+class AnyArguments(keras.Model):
+    """Passes `*args` and `**kwargs` of the loss on."""
+
+    def compute_loss(
+        self, x: Any, y: Any, y_pred: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return super().compute_loss(x, y, y_pred, *args, **kwargs)
+
+
+class OnlyArguments(keras.Model):
+    """Its signature has no name of an argument."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+class WithoutState(AnyArguments):
+    """Returns None as its second output."""
+
+    def call(self, x: Any, training: Any = None) -> Any:
+        return super().call(x, training=training), None
+
+    def compute_loss(
+        self, x: Any, y: Any, y_pred: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return super().compute_loss(x, y, y_pred[0], *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "is_sparse"),
+    [(AnyArguments, False), (OnlyArguments, True), (WithoutState, False)],
+)
+def test_curvature_of_other_models(model_class: Any, is_sparse: bool) -> None:
+    """The ratio is that of `keras.Model`; without curvature it is 1."""
+    x = np.eye(8, 4, dtype="float32")
+    inputs = tf.sparse.from_dense(x) if is_sparse else tf.constant(x)
+    ratios = []
+    for make in (keras.Model, model_class):
+        i = keras.Input((4,), sparse=is_sparse)
+        dense = layers.Dense(4, kernel_initializer="ones")
+        model = compiled(make(i, dense(i)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.train_on_batch(inputs, tf.zeros([8, 4]), tf.range(1.0, 9.0))
+        ratios.append(float(model.optimizer.method.states[0].length.ratio))
+    assert ratios[0] == ratios[1] != 1.0
+
+
 @pytest.mark.parametrize(
     ("layer", "size", "rows"),
     [(Constant, 32, 32), (Even, 30, 30), (Noise, 32, 8), (None, 32, 8)],

@@ -427,14 +427,28 @@ class Stateful(LOSSES.Loss):
     __hash__ = None  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("in_function", [False, True])
-def test_state_of_a_loss_equals_that_with_sgd(in_function: bool) -> None:
+def small_fosi() -> tfkfac.FOSI:
+    return tfkfac.FOSI("sgd", num_largest=1, warmup_steps=1, lanczos_steps=4)
+
+
+@pytest.mark.parametrize(
+    ("make", "in_function", "eager"),
+    [
+        (tfkfac.KFAC, False, False),
+        (tfkfac.KFAC, True, True),
+        (small_fosi, True, False),
+        (tfkfac.GaussNewton, False, True),
+    ],
+)
+def test_state_of_a_loss_equals_that_with_sgd(
+    make: Any, in_function: bool, eager: bool
+) -> None:
     """The loss is called once per step."""
     states = []
-    for optimizer in ("sgd", tfkfac.KFAC()):
+    for optimizer in ("sgd", make()):
         loss = Stateful(in_function)
         model = linear()
-        model.compile(optimizer, loss, run_eagerly=in_function)
+        model.compile(optimizer, loss, run_eagerly=eager)
         for _ in range(3):
             model.train_on_batch(X, REAL)
         states.append(loss.state())

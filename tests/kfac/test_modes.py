@@ -121,6 +121,7 @@ CASES = {
         factor_update_interval=1,
         inverse_update_interval=1,
     ),
+    "two: mem_opt, eager": case("mem_opt", "small", eager=True),
     "two: mem_opt, accumulation": case(
         "mem_opt", "small", inner="accumulation, average, decay", fisher="type2"
     ),
@@ -270,9 +271,9 @@ def test_training(on_workers: Any, name: str) -> None:
     check_updates(name, workers)
     check_weights(name, workers)
     check_plan(name, workers)
-    # Replicas of one process share a graph. Sums of synchronized layers for
-    # sampled labels are not counted.
-    skipped = ("mirrored", "labels", "buckets")
+    # Replicas of one process share a graph; an eager step has none. Sums of
+    # synchronized layers for sampled labels are not counted.
+    skipped = ("mirrored", "eager", "labels", "buckets")
     if not any(word in name for word in skipped):
         check_bytes(name, workers)
 
@@ -344,7 +345,8 @@ def check_plan(name: str, workers: list[Result]) -> None:
             decomposed = sum(
                 1 if s[-1] == s[-2] else 2 + is_spectral for s in matrices
             )
-            assert worker["decompositions"] == decomposed
+            if "eager" not in name:
+                assert worker["decompositions"] == decomposed
         lines = [re.split(r" {2,}", x) for x in worker["summary"].splitlines()]
         shown = {cells[0]: cells[-2:] for cells in lines}
         for layer, (path, _) in zip(plan, worker["shapes"], strict=True):

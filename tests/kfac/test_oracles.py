@@ -20,6 +20,7 @@ from tests.support.harness import (
     assert_close,
     compiled,
     find,
+    flat,
     half_squared_error,
     randomize,
     train_once,
@@ -34,7 +35,7 @@ from tests.support.reference import (
     gradient,
     inverse_solve,
 )
-from tests.support.small import gradients_of
+from tests.support.small import gradients_of, loss
 from tests.support.summaries import sequential
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -183,6 +184,41 @@ def two_layer_rows(
     g2 = a2 @ np.vstack([k2, b2]) - y
     g1 = (g2 @ k2.T) * (1 - h**2)
     return [(a1[:, None], g1[:, None]), (a2[:, None], g2[:, None])]
+
+
+def deep_model() -> keras.Model:
+    """All types of blocks, with biases, and a softmax cross-entropy."""
+    x = keras.Input((6, 6, 2))
+    h = layers.Conv2D(4, 3, activation="tanh")(x)
+    h = layers.DepthwiseConv2D(2, activation="tanh")(h)
+    h = layers.Conv2D(6, 2, groups=2)(h)
+    h = layers.Reshape((4, 6))(h)
+    h = layers.LayerNormalization()(h)
+    h = layers.EinsumDense("abc,cde->abde", (None, 2, 3), bias_axes="de")(h)
+    h = layers.Reshape((4, 6))(h)
+    h = layers.Dense(5, activation="tanh")(h)
+    h = layers.Flatten()(h)
+    h = layers.Dense(7, activation="sigmoid")(h)
+    model = keras.Model(x, layers.Dense(3)(h))
+    randomize(model)
+    return model
+
+
+def test_clip_counts_every_block() -> None:
+    """The sum <P, W> runs over all blocks, normalisation included."""
+    x = make_input("", (6, 6, 2), 5)
+    labels = np.array([0, 2, 1, 2, 0])
+    model = deep_model()
+    W = list(map(np.array, gradients_of(model, x, labels)))
+    start = model.get_weights()
+    free, clipped = [], []
+    for steps, kl_clip in ((free, None), (clipped, 1e-3)):
+        model.set_weights(start)
+        options = {"loss": loss(), "damping": 0.1, "kl_clip": kl_clip}
+        steps += train_once(model, x, labels, **options).delta
+    nu = clip_factor(list(zip(free, W, strict=True)), 1.0, 1e-3)
+    assert nu < 0.5
+    assert_close(flat(clipped), nu * flat(free), 1e-3, "clipped step")
 
 
 def test_clip_follows_the_learning_rate() -> None:

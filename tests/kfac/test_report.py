@@ -221,6 +221,19 @@ def test_clip_hint_of_raw_pixels(capfd: Any) -> None:
     assert "normalise the inputs" in capfd.readouterr().err
 
 
+def test_clip_hint_of_tokens(capfd: Any) -> None:
+    """Tokens are not normalised."""
+    stack = layers.Embedding(100, 3), layers.Flatten(), layers.Dense(2)
+    model = keras.Sequential([keras.Input((4,)), *stack])
+    model.compile(tfkfac.KFAC(1e3, fisher="empirical"), "mse")
+    words = RNG.integers(50, 100, size=(8, 4)).astype("float32")
+    for _ in range(20):
+        model.train_on_batch(words, Y)
+    text = capfd.readouterr().err
+    assert SMALLER in text
+    assert "normalise" not in text
+
+
 @pytest.mark.parametrize("terms", [None, 1])
 def test_a_custom_loop_is_warned_of_an_unobserved_loss(terms: Any) -> None:
     """Unless the number of terms is given."""

@@ -241,6 +241,23 @@ def test_nan_in_the_state(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     )
 
 
+def test_a_batch_that_weighs_nothing() -> None:
+    model = compiled_mlp(step="spectral", eager=True)
+    assert not any(map(np.any, moved(model, weight=np.zeros(len(X)))))
+    assert np.abs(moved(model)[0]).max() > 1e-4
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
+def test_gradients_whose_squares_underflow(scale: float) -> None:
+    model = mlp()
+    optimizer = tfkfac.KFAC(step="spectral").attach(model)
+    before, weights = model.get_weights(), model.trainable_variables
+    optimizer.apply([scale * g for g in gradients_of(model, X, Y)], weights)
+    goes = [a - b for a, b in zip(model.get_weights(), before, strict=True)]
+    assert np.isfinite(np.concatenate(list(map(np.ravel, goes)))).all()
+    assert np.any(goes[0]) == (1e-20 < scale < 1e20)
+
+
 def test_a_gradient_that_overflows_is_forgotten() -> None:
     """Finite, but not after the division by the unit of the labels."""
     keras.utils.set_random_seed(0)

@@ -82,6 +82,15 @@ def test_limits(
             assert row[1] == f"{size} x {size}{suffix}"
 
 
+def test_bytes_of_a_sketch() -> None:
+    model = sequential(layers.Dense(2, name="wide"), shape=(30000,))
+    optimizer = bind(model, step="natural")
+    model.train_on_batch(np.ones((4, 30000)), np.ones((4, 2)))
+    sketch, basis, scale = 64 * 30002, 64 * 30001, 1
+    size = 4 * (sketch + basis + scale + 2 * 2**2)
+    assert optimizer.state_bytes()["total"] == size
+
+
 class Unlimited(tfkfac.blocks.MatrixBlock):
     """A block that ignores the limit."""
 

@@ -42,7 +42,7 @@ def factors(
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(data=st.data())
 def test_by_singular_values(data: Any) -> None:
-    """Of blocks of columns of stacks, at any scale; zeros stay zero."""
+    """Of stacks and vectors, at any scale; zeros stay zero."""
     shapes = [
         (
             *data.draw(st.sampled_from([(), (2,), (2, 3)])),
@@ -52,23 +52,39 @@ def test_by_singular_values(data: Any) -> None:
         for _ in range(2)
     ]
     scale = data.draw(st.sampled_from([1e-15, 1.0, 1e15]))
-    block = data.draw(st.sampled_from([None, 1, 10, 32]))
-    dtype = data.draw(st.sampled_from(["float32", "float64"]))
+    dtype, iterations, tolerance = data.draw(
+        st.sampled_from([("float32", 7, 1e-5), ("float64", 12, 1e-11)])
+    )
     matrices = [scale * matrix(*shape) for shape in shapes]
     zeros = np.zeros(shapes[0])
     *results, zero = factors(
-        *matrices, zeros, block=block, iterations=12, dtype=dtype
+        *matrices, zeros, iterations=iterations, dtype=dtype
     )
     assert not zero.any()
     for result, x in zip(results, matrices, strict=True):
-        columns = x.shape[-1]
-        # As many blocks as needed, of equal widths up to one column.
-        width = (
-            columns if block is None else -(-columns // -(-columns // block))
-        )
+        np.testing.assert_allclose(result, by_svd(x), atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("columns", "block", "width"),
+    [
+        (32, 32, 32),
+        (48, 32, 24),
+        (28, 10, 7),
+        (10, 32, 10),
+        (37, 32, 19),  # a prime: the last block is padded by one column
+        (101, 10, 10),
+        (5, 1, 1),
+    ],
+)
+def test_blocks_of_columns(columns: int, block: int, width: int) -> None:
+    matrices = [matrix(45, columns), matrix(2, 30, columns)]
+    results = factors(*matrices, block=block, iterations=12, dtype="float64")
+    for result, x in zip(results, matrices, strict=True):
         for start in range(0, columns, width):
             part = np.s_[..., start : start + width]
-            np.testing.assert_allclose(result[part], by_svd(x[part]), atol=1e-5)
+            want = by_svd(x[part])
+            np.testing.assert_allclose(result[part], want, atol=1e-6)
 
 
 @pytest.mark.parametrize("iterations", [5, 7, 12])
