@@ -300,13 +300,23 @@ def check_layout(case: Training, worker: Result, workers: int) -> None:
     count = options["num_largest"] + options["num_smallest"]
     size = sum(w.size for w in worker["weights"])
     length = -(-size // workers)
-    shape = count, length
+    shape, local = (count, length), count
     if options["layout"] == "columns":
-        shape = -(-count // workers), size
+        local = -(-count // workers)
+        shape = local, size
+    # Ritz values, the length of Newton steps, and momentum; with accumulation
+    # or plain SGD's momentum, one more vector.
+    more = case.inner in ("sgd", "decaying") or "accumulation" in case.inner
+    basis = 8 * options["lanczos_steps"] * length
+    directions = 8 * (np.prod(shape) + count + 1 + local * (1 + more))
     assert set(worker["shapes"]) == {shape}
-    assert (
-        worker["state_bytes"]["basis"] == 8 * options["lanczos_steps"] * length
-    )
+    assert worker["state_bytes"] == {
+        "basis": basis,
+        "directions": directions,
+        "copies": 0,
+        "counters": 48,
+        "total": basis + directions + 48,
+    }
 
 
 def check_metrics(case: Training, processes: list[Result], path: Array) -> None:

@@ -324,6 +324,22 @@ def test_a_batch_of_zero_weight_is_not_rejected() -> None:
         assert int(state.rejected.numpy()) == 0
 
 
+def test_one_trace_for_all_batches() -> None:
+    """6 and 2 examples for 3 weights use different spaces."""
+    traces = []
+
+    class Traces(tfkfac.GaussNewton):
+        def apply(self, *args: Any, **kwargs: Any) -> None:
+            traces.append(1)
+            super().apply(*args, **kwargs)
+
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    model.compile(Traces(), "mse")
+    model.fit(POINTS, VALUES, 6, epochs=2, shuffle=False, verbose=0)
+    assert model.optimizer.last_step["residuals"] == 2
+    assert len(traces) == 1
+
+
 # --------------------------------------------------------- search for a damping
 MATRIX = RNG.normal(size=(6, 4))
 OFFSETS = RNG.normal(size=6)
