@@ -162,7 +162,9 @@ def test_fault(fault: Fault, tmp_path: pathlib.Path) -> None:
         addresses = [address(stack.enter_context(port)) for port in ports]
         workers = [
             stack.enter_context(
-                Program([*command, index, tmp_path], addresses, index)
+                Program(
+                    [*command, index, tmp_path], addresses, index, fork=False
+                )
             )
             for index in range(fault.workers)
         ]

@@ -89,6 +89,7 @@ class Program(contextlib.AbstractContextManager["Program"]):
         environment: Mapping[str, str] | None = None,
         folder: pathlib.Path = ROOT,
         dry: bool = False,
+        fork: bool = True,
     ) -> None:
         """Start a process.
 
@@ -100,6 +101,7 @@ class Program(contextlib.AbstractContextManager["Program"]):
             folder: Working directory.
             dry: True to end a Python script with exit code 0 after its
                 arguments are parsed, or at its first layer.
+            fork: False to start a new interpreter, whose end is tested.
         """
         self.lines: list[tuple[float, str]] = []
         self.ended_s = 0.0
@@ -110,7 +112,7 @@ class Program(contextlib.AbstractContextManager["Program"]):
         variables |= environment or {}
         words = [str(word) for word in command]
         self._poll: Callable[[], int | None]
-        if words[0] == sys.executable:
+        if words[0] == sys.executable and fork:
             number, self.process = server().start(
                 words=words[1:],
                 environment=variables,
