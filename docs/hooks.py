@@ -1,7 +1,9 @@
-"""MkDocs hooks: link examples; check that each public name is on a page."""
+"""MkDocs hooks: pages of the examples; each public name is on a page."""
 
 import ast
+import json
 import pathlib
+import re
 import zlib
 from typing import Any
 
@@ -9,20 +11,47 @@ from mkdocs.structure.files import File
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "tfkfac"
 EXAMPLES = PACKAGE.parent / "examples"
-# Links of the first page to the examples, and their place in the site.
-SOURCE, TARGET = "](../../examples/", "](examples/"
 
 
 def on_files(files: Any, config: Any, **_: Any) -> None:
-    """Add the scripts of the examples and the notebook to the site."""
-    for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")):
+    """Add a page for each example, and the notebook itself, to the site."""
+    for path in sorted(EXAMPLES.glob("*.*")):
+        text = path.read_text()
         name = f"examples/{path.name}"
-        files.append(File.generated(config, name, abs_src_path=str(path)))
+        if path.suffix == ".ipynb":
+            files.append(File.generated(config, name, abs_src_path=str(path)))
+            text = "".join(map(_cell, json.loads(text)["cells"]))
+        elif path.suffix == ".py":
+            text = f"# {path.name}\n\n{_fenced(text, 'python')}"
+        name = name.removesuffix(".md") + ".md"
+        files.append(File.generated(config, name, content=text))
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Let links to the examples lead to their copies in the site."""
-    return markdown.replace(SOURCE, TARGET)
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Let links to examples, and those of their README, lead to pages."""
+    if page.file.src_uri == "examples/README.md":
+        markdown = markdown.replace("](../docs/pages/", "](../")
+        return re.sub(r"\]\((\w+\.(?:py|ipynb))\)", r"](\1.md)", markdown)
+    link = r"\]\(((?:\.\./)*)\.\./\.\./(examples/\w+\.\w+)\)"
+    return re.sub(link, r"](\1\2.md)", markdown)
+
+
+def _cell(cell: dict[str, Any]) -> str:
+    """Convert a cell of a notebook, with its outputs, to Markdown."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        return f"{source}\n\n"
+    parts = [_fenced(source, "python")]
+    for output in cell["outputs"]:
+        if data := output.get("data", {}).get("image/png"):
+            parts.append(f"![Output](data:image/png;base64,{data.strip()})\n\n")
+        else:
+            parts.append(_fenced("".join(output["text"]), "text"))
+    return "".join(parts)
+
+
+def _fenced(text: str, language: str) -> str:
+    return f"~~~{language}\n{text.rstrip()}\n~~~\n\n"
 
 
 def on_post_build(config: Any, **_: Any) -> None:

@@ -30,10 +30,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as executor:
         results = list(executor.map(lambda task: task.run(), trainings))
     rows: list[dict[str, Any]] = [
-        {
-            **case,
-            **{name: MEASURES[name](result) for name in experiment.measures},
-        }
+        dict(case) | {n: MEASURES[n](result) for n in experiment.measures}
         for case, result in zip(cases, results, strict=True)
     ]
     for row in ([*rows[0]], *(row.values() for row in rows)):
@@ -56,20 +53,13 @@ def _text(value: Any) -> str:
 
 def parse(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add = parser.add_argument
     add("experiment", nargs="?", metavar="EXPERIMENT", choices=EXPERIMENTS)
     add("--list", action="store_true", help="print all names")
     add("--quick", action="store_true")
-    add(
-        "--jobs",
-        type=int,
-        default=1,
-        metavar="N",
-        help="trainings at a time, one thread for each worker",
-    )
+    add("--jobs", type=int, default=1, help="trainings at a time")
     add("--output", type=pathlib.Path, default=pathlib.Path("reproduced"))
     options = parser.parse_args(command_line)
     if not options.list and options.experiment is None:

@@ -18,6 +18,7 @@ import zipfile
 
 import pytest
 
+import package_page
 import tfkfac
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -26,7 +27,9 @@ VERSION = tfkfac.__version__
 
 def test_one_version() -> None:
     assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
-    assert f"\n## [{VERSION}] - " in (ROOT / "CHANGELOG.md").read_text()
+    development = ".dev" in VERSION
+    heading = "[Unreleased]\n" if development else f"[{VERSION}] - "
+    assert f"\n## {heading}" in (ROOT / "CHANGELOG.md").read_text()
     assert (
         "version = attr: tfkfac.__version__" in (ROOT / "setup.cfg").read_text()
     )
@@ -67,6 +70,27 @@ def test_the_files_of_the_quick_set_and_of_workflows_exist() -> None:
         assert (ROOT / name.removeprefix("@")).exists(), name
 
 
+def test_links_of_the_package_page() -> None:
+    """Links to files are absolute, or left out without an address."""
+    readme = (ROOT / "README.md").read_text()
+    pattern = r"\]\(([^)]*)\)"
+    linked = set(re.findall(pattern, readme))
+    kept = {link for link in linked if link.startswith(("https:", "#"))}
+    assert len(kept) > 1
+    bare = package_page.with_links(readme, None)
+    assert set(re.findall(pattern, bare)) == kept and "![" not in bare
+    assert "working on the code" in bare
+    page = package_page.with_links(readme, "https://host/o/r")
+    folders = {
+        link: "raw" if link.endswith(".png") else "blob"
+        for link in linked - kept
+    }
+    assert set(re.findall(pattern, page)) - kept == {
+        f"https://host/o/r/{folder}/HEAD/{link}"
+        for link, folder in folders.items()
+    }
+
+
 def run(*command: object, cwd: pathlib.Path) -> str:
     """Run a command without the environment's path of modules."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -98,7 +122,8 @@ def test_wheel_of_the_source_distribution(tmp_path: pathlib.Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     run(*pip, *project["build-system"]["requires"], cwd=tmp_path)
     source = tmp_path / "source"
-    shutil.copytree(ROOT / "tfkfac", source / "tfkfac")
+    for folder in ("tfkfac", "tools"):
+        shutil.copytree(ROOT / folder, source / folder)
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     here = "--no-deps", "--no-build-isolation", "--editable"
@@ -110,6 +135,9 @@ def test_wheel_of_the_source_distribution(tmp_path: pathlib.Path) -> None:
     build = python, "-m", "build", "--no-isolation", "--outdir", tmp_path
     run(*build, ROOT, cwd=tmp_path)
     (wheel,) = tmp_path.glob(f"tfkfac-{VERSION}-*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        (metadata,) = (n for n in files.namelist() if n.endswith("/METADATA"))
+        assert "](docs/" not in files.read(metadata).decode()
     sources = {p.relative_to(ROOT) for p in (ROOT / "tfkfac").rglob("*.py")}
     names = {n for n in zipfile.ZipFile(wheel).namelist() if "-info" not in n}
     assert names == {str(p) for p in sources} | {"tfkfac/py.typed"}

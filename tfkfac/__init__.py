@@ -16,6 +16,7 @@ from tfkfac import (
 )
 from tfkfac.blocks import register_block
 from tfkfac.cluster.strategy import MultiWorkerMirroredStrategy
+from tfkfac.compat.models import after_compile
 from tfkfac.fisher import register_distribution
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
@@ -23,9 +24,9 @@ from tfkfac.kfac.optimizer import KFAC
 from tfkfac.kfac.settings import Distribution
 from tfkfac.shell.loss_scale import LossScaleOptimizer
 from tfkfac.solvers import register_solver
-from tfkfac.supervision.model import hook_compile
+from tfkfac.supervision.model import supervise
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = [
     "FOSI",
     "KFAC",
@@ -45,7 +46,7 @@ __all__ = [
     "solvers",
 ]
 
-hook_compile()
+after_compile(supervise)
 # Register the names, so that `model.compile("kfac")` works like "adam".
 keras.saving.get_custom_objects().update(
     kfac=KFAC, fosi=FOSI, gaussnewton=GaussNewton, gauss_newton=GaussNewton

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains an autoencoder of the embedded digits with K-FAC and, for the same
+# Trains an autoencoder of the embedded digits with KFAC() and, for the same
 # processor seconds, with Adam, in .venv (created in the first run). Shows
 # reconstructed digits and writes a plot to demo/. With arguments it trains the
 # classifier of examples/ with K-FAC, SGD and Adam; --workers N, the first

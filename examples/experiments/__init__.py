@@ -1,10 +1,5 @@
-"""Experiments of the papers, a module for each paper; see reproduce.py."""
+"""Experiments of the papers; see reproduce.py."""
 
-from experiments import dho2, distributed_kfac, dp_kfac, kaisa
+from experiments import dho2, kaisa, kfac_papers
 
-EXPERIMENTS = {
-    **distributed_kfac.EXPERIMENTS,
-    **kaisa.EXPERIMENTS,
-    **dp_kfac.EXPERIMENTS,
-    **dho2.EXPERIMENTS,
-}
+EXPERIMENTS = kfac_papers.EXPERIMENTS | kaisa.EXPERIMENTS | dho2.EXPERIMENTS

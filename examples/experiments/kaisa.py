@@ -66,10 +66,7 @@ EXPERIMENTS = {
         f"{PAPER}, table 3",
         "With the same batches, is K-FAC faster than the application's own "
         "optimizer?",
-        {
-            "application": tuple(APPLICATIONS),
-            "optimizer": ("baseline", "K-FAC"),
-        },
+        {"application": (*APPLICATIONS,), "optimizer": ("baseline", "K-FAC")},
         {},
         fixed_batch,
         ("metric", "steps to target", "CPU s to target", "CPU seconds"),

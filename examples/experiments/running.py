@@ -29,30 +29,17 @@ RATES = {"kfac": 0.1, "sgd": 0.05, "adam": 0.002, "rmsprop": 0.001}
 
 
 class Training(NamedTuple):
-    """A model and data of the examples, with an optimizer.
+    """A model and data of the examples, with an optimizer."""
 
-    Attributes:
-        optimizer: Name of the optimizer: "kfac", "fosi", "sgd", ...
-        arguments: Arguments of its constructor.
-        script: Name of the script.
-        model: Model of the classification.
-        dataset: Data of the classification.
-        examples: Number of training examples of other scripts.
-        epochs: Number of epochs.
-        batch_size: Examples of a batch, of all workers together.
-        target: Metric whose cost is measured.
-        workers: Number of processes that train together.
-    """
-
-    optimizer: str
-    arguments: Mapping[str, Any]
+    optimizer: str  # "kfac", "fosi", "sgd", ...
+    arguments: Mapping[str, Any]  # of its constructor
     script: str = "classification"
-    model: str = "cnn"
-    dataset: str = "digits"
-    examples: int = 1024
+    model: str = "cnn"  # of the classification
+    dataset: str = "digits"  # of the classification
+    examples: int = 1024  # of the training, in other scripts
     epochs: int = 20
-    batch_size: int = 64
-    target: float = 0.98
+    batch_size: int = 64  # of all workers together
+    target: float = 0.98  # metric whose cost is measured
     workers: int = 1
 
     def run(self) -> list[Record]:
@@ -76,25 +63,15 @@ class Training(NamedTuple):
 
 
 class Experiment(NamedTuple):
-    """A table or figure of a paper.
-
-    Attributes:
-        source: The paper, and its table or figure.
-        question: The question that it answers.
-        quick: Values of each parameter with `--quick`; all are combined.
-        full: Values that differ without `--quick`.
-        training: Function of a case and of `--quick`.
-        measures: Names of `MEASURES`.
-        elsewhere: Parts of the paper that need other machines.
-    """
+    """A table or figure of a paper."""
 
     source: str
     question: str
-    quick: Mapping[str, Sequence[Any]]
-    full: Mapping[str, Sequence[Any]]
-    training: Callable[[Case, bool], Training]
-    measures: Sequence[str]
-    elsewhere: str
+    quick: Mapping[str, Sequence[Any]]  # values with `--quick`, all combined
+    full: Mapping[str, Sequence[Any]]  # values that differ without `--quick`
+    training: Callable[[Case, bool], Training]  # of a case and of `--quick`
+    measures: Sequence[str]  # names of `MEASURES`
+    elsewhere: str  # parts of the paper that need other machines
 
     def cases(self, quick: bool) -> list[Case]:
         """Return all combinations of the parameters."""
@@ -111,12 +88,11 @@ def problem(training: Training) -> tuple[Any, Any, Callable[[Any], Any], str]:
     import keras
 
     script: Any = importlib.import_module(training.script)
-    if training.script == "segmentation":
-        data = script.canvases(training.examples, 0), script.canvases(256, 1)
-        return *data, script.build, "iou"
-    if training.script == "detection":
-        data = script.load(training.examples, 0), script.load(256, 1)
-        return *data, script.build, "masks_iou"
+    if training.script in ("segmentation", "detection"):
+        is_one = training.script == "segmentation"
+        load = script.canvases if is_one else script.load
+        data = load(training.examples, 0), load(256, 1)
+        return *data, script.build, "iou" if is_one else "masks_iou"
 
     def build(optimizer: Any) -> Any:
         if training.script == "masked_language":
@@ -226,17 +202,13 @@ def work(training: Training, folder: pathlib.Path) -> None:
 
 def _state(name: str) -> Callable[[Sequence[Record]], float]:
     """Return a measure: the largest state `name` of a worker, in MB."""
-    return lambda workers: max(
-        worker["state_bytes"].get(name, 0) / 1e6 for worker in workers
-    )
+    return lambda w: max(x["state_bytes"].get(name, 0) for x in w) / 1e6
 
 
 def _received(step: str) -> Callable[[Sequence[Record]], float]:
     """Return a measure: the most MB that a worker receives in a step."""
-    return lambda workers: max(
-        sum(worker["communication_bytes"][step].values()) / 1e6
-        for worker in workers
-    )
+    key = "communication_bytes"
+    return lambda w: max(sum(x[key][step].values()) for x in w) / 1e6
 
 
 # Functions of the records of all workers; the first worker is the chief.

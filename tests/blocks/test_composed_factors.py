@@ -19,14 +19,13 @@ from tests.support.harness import (
     train_once,
     weights_of,
 )
-from tests.support.layer_cases import LINEAR, make_input
-from tests.support.layer_models import (
-    activation_name,
-    expected_factors,
-    expected_rows,
+from tests.support.layers import (
+    LAYERS,
+    make_input,
+    residuals,
     targets,
+    views_of,
 )
-from tests.support.layer_views import view_of
 from tests.support.reference import Array, append_one, factors
 from tests.support.summaries import sequential
 
@@ -189,17 +188,17 @@ def steps(rows: Array) -> Array:
 )
 def test_other_layers(case: str, sharing: str) -> None:
     """Positions of all time steps of an example are shared positions."""
-    factory, shape = LINEAR[case]
+    factory, shape = LAYERS[case]
     layer = factory(name="block")
     model = distributed(layer, TIME, *shape)
     x = make_input(case, (TIME, *shape), BATCH)
     y = targets(model, x)
-    view = view_of(layer)
-    name = activation_name(layer)
-    a, g = expected_rows(view, weights_of(model), images(x), images(y), name)
+    (view,) = views_of(layer)
+    g = residuals(model, layer, x, y)
+    rows = view.rows(images(x.astype(np.float64)), images(g))
     step = train_once(model, x, y, weight_sharing=sharing)
-    want = expected_factors(view, steps(a), steps(g), sharing)
-    check_factors(step.of("block"), *want)
+    want = view.factors(*map(steps, rows), sharing)
+    check_factors(step.of("block"), want["A"], want["G"])
 
 
 def test_mask() -> None:

@@ -22,8 +22,7 @@ from tests.support.harness import (
     train_once,
     weights_of,
 )
-from tests.support.layer_cases import make_input
-from tests.support.layer_models import targets
+from tests.support.layers import make_input, targets
 from tests.support.reference import Array, eigen_solve, factors
 from tests.support.summaries import leftovers_of
 
@@ -193,23 +192,24 @@ def check_projection(step: Any, tied: bool, A: Array, G: Array) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "sharing", "eager", "tied"),
+    ("case", "sharing", "eager", "tied", "cap"),
     [
-        ("functional", "expand", False, True),
-        ("functional", "expand", True, False),
-        ("inside a layer", "reduce", True, True),
-        ("inside a layer", "reduce", False, False),
+        ("functional", "expand", False, True, None),
+        ("functional", "expand", True, False, 0.7),
+        ("inside a layer", "reduce", True, True, 0.7),
+        ("inside a layer", "reduce", True, False, None),
     ],
 )
 def test_factors_and_step(
-    case: str, sharing: str, eager: bool, tied: bool
+    case: str, sharing: str, eager: bool, tied: bool, cap: float | None
 ) -> None:
     """Tied: the factors of the projection precondition the whole gradient.
 
-    Untied: lookups and projection have separate blocks.
+    Untied: lookups and projection have separate blocks. G is computed at the
+    logits before a soft cap.
     """
-    model, x, y = language(case, tied)
-    a, g, one_hot, down = rows_of(model, x, y)
+    model, x, y = language(case, tied, logit_soft_cap=cap)
+    a, g, one_hot, down = rows_of(model, x, y, cap)
     name = "embeddings" if tied else "reverse_embeddings"
     index = list(weights_by_name(model)).index(name)
     mean = gradient_by(a, g)
@@ -256,54 +256,6 @@ def test_spectral_steps_cover_the_untied_projection(tied: bool) -> None:
         columns = np.reshape(y, [-1, np.shape(y)[-1]])
         variance = np.mean(np.var(columns, 0, ddof=1))
         check_projection(step, tied, A, G / variance**2)
-
-
-def test_untied_projection_without_lookups() -> None:
-    """The projection has a block; the lookup weights have no gradient."""
-    tokens = embedding(tie_weights=False)
-    inputs = keras.Input((TIME, WIDTH))
-    model = keras.Model(inputs, tokens(inputs, reverse=True))
-    randomize(model)
-    x = make_input("", (TIME, WIDTH), BATCH)
-    y = targets(model, x)
-    _, kernel = weights_of(model)
-    step = train_once(model, x, y)
-    a = x.astype(np.float64)
-    check_factors(step.factors["reverse/tokens"], *factors(a, a @ kernel - y))
-    assert not step.delta[0].any()
-
-
-def test_tied_weights_without_projection() -> None:
-    """An encoder whose embedding is not used in reverse."""
-    tokens = embedding(tie_weights=True)
-    inputs = keras.Input((TIME,), dtype="int32")
-    tokens(keras.Input((WIDTH,)), reverse=True)  # Not part of the model.
-    model = keras.Model(inputs, tokens(inputs))
-    randomize(model)
-    x = make_input("embedding", (TIME,), BATCH)
-    y = targets(model, x)
-    one_hot = np.eye(TOKENS)[x]
-    A, G = factors(one_hot, one_hot @ weights_of(model)[0] - y)
-    step = train_once(model, x, y)
-    check_factors(step.of("tokens"), np.diagonal(A), G)
-
-
-@pytest.mark.parametrize(
-    ("tie_weights", "sharing", "fraction"),
-    [(True, "reduce", 1.0), (False, "expand", 0.25)],
-)
-def test_soft_cap(tie_weights: bool, sharing: str, fraction: float) -> None:
-    """G is computed at the logits before the soft cap.
-
-    All examples are equal, so a subsample of the batch gives equal factors.
-    """
-    model, x, y = language("functional", tie_weights, logit_soft_cap=0.7)
-    x, y = np.repeat(x[:1], 8, 0), np.repeat(y[:1], 8, 0)
-    a, g, *_ = rows_of(model, x, y, 0.7)
-    step = train_once(
-        model, x, y, weight_sharing=sharing, factor_batch_fraction=fraction
-    )
-    check_projection(step, tie_weights, *factors(a, g, sharing))
 
 
 @pytest.mark.parametrize("tie_weights", [True, False])

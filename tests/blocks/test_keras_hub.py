@@ -16,8 +16,7 @@ from keras import layers, ops
 
 import tfkfac
 from tests.support.harness import assert_close, randomize, train_once
-from tests.support.layer_cases import make_input
-from tests.support.layer_models import per_example, targets
+from tests.support.layers import make_input, per_example, targets
 from tests.support.summaries import bind, leftovers_of, sequential
 from tfkfac.blocks.registry import NAMED_BLOCKS
 

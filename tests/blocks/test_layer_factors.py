@@ -1,8 +1,8 @@
 """Factors after a training step, against float64 NumPy references.
 
 The tested model is one layer with the loss on its output, so inputs and
-pre-activation gradients have a closed form. `test_every_layer.py` tests linear
-layers of all types.
+pre-activation gradients have a closed form. `test_layers.py` tests all types of
+layers.
 """
 
 from typing import Any
@@ -18,77 +18,24 @@ from tests.support.harness import (
     assert_close,
     check_factors,
     half_squared_error,
-    keras_gradients,
     randomize,
     train_once,
     weights_of,
 )
-from tests.support.layer_cases import NORMS, PRELU, make_input
-from tests.support.layer_models import (
-    one_layer,
+from tests.support.layers import (
+    make_input,
     per_example,
-    per_example_norm_gradients,
     problem,
     targets,
 )
 from tests.support.reference import append_one, factors
-from tests.support.summaries import sequential
 from tfkfac.blocks.statistics import _broadcast_positions
 
 BATCH = 4
 
 
-# ------------------------------------------------------ separable layers
-@pytest.mark.parametrize(
-    ("sharing", "rank", "options", "shape"),
-    [
-        ("reduce", 2, {"padding": "same", "strides": 2}, (5, 4, 2)),
-        ("expand", 1, {"depth_multiplier": 2}, (4, 2)),
-    ],
-)
-def test_separable(
-    sharing: str, rank: int, options: Any, shape: tuple[int, ...]
-) -> None:
-    """Its blocks equal the blocks of a depthwise and a 1x1 convolution."""
-    separable = getattr(layers, f"SeparableConv{rank}D")
-    depthwise = getattr(layers, f"DepthwiseConv{rank}D")
-    pointwise = getattr(layers, f"Conv{rank}D")
-    models = [
-        one_layer(
-            separable(3, 3, activation="tanh", name="both", **options), shape
-        ),
-        sequential(
-            depthwise(3, use_bias=False, name="first", **options),
-            pointwise(3, 1, activation="tanh", name="second"),
-            shape=shape,
-        ),
-    ]
-    models[1].set_weights(models[0].get_weights())
-    x = make_input("", shape, BATCH)
-    y = targets(models[0], x)
-    got, want = (train_once(m, x, y, weight_sharing=sharing) for m in models)
-    check_factors(got.of("depthwise/both"), *want.of("first").values())
-    check_factors(got.of("pointwise/both"), *want.of("second").values())
-
-
-# ---------------------------------------------------------- normalisation
-@pytest.mark.parametrize("case", NORMS)
-def test_normalization(case: str) -> None:
-    factory, shape = NORMS[case]
-    layer = factory(name="block")
-    model, x, y = problem(layer, shape, 6, after="tanh")
-    u = per_example_norm_gradients(layer, x, y)
-    for i, want in enumerate(keras_gradients(model, x, y)):
-        assert_close(u.mean(0)[:, i], want.reshape(-1), 3e-5, "gradient")
-    step = train_once(model, x, y)
-    block = step.of("block")
-    assert set(block) == {"G"}
-    G = np.einsum("nci,ncj->cij", u, u) / len(x)
-    assert_close(block["G"], G, FACTOR_RTOL, "G")
-
-
 # -------------------------------------------------------------- attention
-@pytest.mark.parametrize("name", ["multi_head", "grouped_query", "gated"])
+@pytest.mark.parametrize("name", ["multi_head", "gated"])
 def test_attention(name: str) -> None:
     """Projections of cross attention, with `weight_sharing="reduce"`.
 
@@ -101,9 +48,9 @@ def test_attention(name: str) -> None:
             # Only this layer supports a memory of another width.
             layer, width = layers.MultiHeadAttention(2, 3, dtype=dtype), 6
         else:
-            gate, width = name == "gated", 4
+            width = 4
             layer = layers.GroupQueryAttention(
-                3, 4, 2, use_gate=gate, dtype=dtype
+                3, 4, 2, use_gate=True, dtype=dtype
             )
         inputs = [keras.Input((3, 4)), keras.Input((5, width))]
         model = keras.Model(inputs, layer(*inputs))
@@ -134,26 +81,6 @@ def test_attention(name: str) -> None:
             inputs = memory if layer in ("key", "value") else x
             a = append_one(inputs.mean(1, dtype=np.float64))
             assert_close(block["A"], a.T @ a / 3, FACTOR_RTOL, f"A of {layer}")
-
-
-# ------------------------------------------------------------------- PReLU
-@pytest.mark.parametrize(
-    ("case", "solver"),
-    zip(PRELU, ["inverse", "eigen"] * len(PRELU), strict=False),
-)
-def test_prelu(case: str, solver: str) -> None:
-    """G, and the step, which divides by the damped diagonal."""
-    factory, shape = PRELU[case]
-    model, x, y = problem(factory(name="block"), shape, BATCH)
-    (u,) = per_example(model, x, y).values()
-    u = u.reshape(BATCH, -1)
-    step = train_once(model, x, y, solver=solver, damping=0.2)
-    block = step.of("block")
-    assert set(block) == {"G"}
-    diagonal = np.mean(u**2, axis=0)
-    assert_close(block["G"], diagonal, 1e-5, "G")
-    want = u.mean(0) / (diagonal + 0.2)
-    assert_close(step.delta[0].ravel(), want, 1e-5, "step")
 
 
 def test_prelu_as_activation_of_a_layer() -> None:

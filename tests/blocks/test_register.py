@@ -20,8 +20,7 @@ from tests.support.harness import (
     train_once,
     weights_of,
 )
-from tests.support.layer_cases import make_input
-from tests.support.layer_models import problem, targets
+from tests.support.layers import make_input, problem, targets
 from tests.support.reference import Array, append_one, factors
 from tests.support.small import FEATURES, Scale
 from tests.support.summaries import bind, leftovers_of, sequential

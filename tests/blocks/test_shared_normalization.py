@@ -2,16 +2,15 @@
 
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from keras import layers
 
-from tests.support.reference import Array
-from tfkfac.blocks.normalization import NormalizationBlock
-from tfkfac.capture.taps import Record
+from tests.support.harness import assert_close, randomize, train_once
+from tests.support.layers import make_input, per_example, targets
 
-POSITIONS, FEATURES = 5, 3
+LAYER, BATCH = layers.LayerNormalization, layers.BatchNormalization
 
 
 class Shifted(layers.LayerNormalization):
@@ -22,88 +21,52 @@ class Shifted(layers.LayerNormalization):
         self.shift = shift
 
     def call(self, inputs: Any) -> Any:
-        return super().call(inputs) + self.shift
+        return super().call(inputs + self.shift * inputs**2)
 
 
-def over_features(x: Array, epsilon: float = 1e-3) -> Array:
-    mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
-    return (x - mean) / np.sqrt(variance + epsilon)
+class Evaluated(layers.Layer):
+    """Batch normalisation by moving averages, also in training."""
+
+    def __init__(self, mean: float) -> None:
+        super().__init__()
+        self.norm, self.mean = BATCH(), mean
+
+    def build(self, shape: Any) -> None:
+        self.norm.build(shape)
+        self.norm.moving_mean.assign(np.full(shape[-1], self.mean))
+
+    def call(self, x: Any) -> Any:
+        return self.norm(x, training=False)
 
 
-def over_batch(x: Array) -> Array:
-    return (x - x.mean((0, 1))) / np.sqrt(x.var((0, 1)) + 1e-3)
-
-
-def built(layer: Any, moving_mean: float = 0, frozen: str = "") -> Any:
-    if not layer.built:
-        layer.build((None, POSITIONS, FEATURES))
-    if moving_mean:
-        layer.moving_mean.assign(np.full(FEATURES, moving_mean))
-    if frozen:
-        getattr(layer, frozen).trainable = False
+def frozen(name: str) -> Any:
+    layer = LAYER()
+    layer.build((None, 5, 3))
+    getattr(layer, name).trainable = False
     return layer
 
 
-LAYER, BATCH = layers.LayerNormalization, layers.BatchNormalization
-# Arguments of the calls; layers with their normalised inputs.
-CASES: dict[str, tuple[dict[str, Any], list[tuple[Any, Any]]]] = {
-    "other epsilon": (
-        {},
-        [
-            (LAYER(), over_features),
-            (LAYER(epsilon=10.0), lambda x: over_features(x, 10.0)),
-        ],
-    ),
-    "custom class": (
-        {},
-        [(Shifted(n), lambda x, n=n: over_features(x) + n) for n in (1, 2)],
-    ),
-    "batch moments": (
-        {"training": True},
-        [(BATCH(), over_batch) for _ in range(2)],
-    ),
-    "moving moments": (
-        {"training": False},
-        [
-            (built(BATCH(), m), lambda x, m=m: (x - m) / np.sqrt(1 + 1e-3))
-            for m in (1, 2)
-        ],
-    ),
-    "frozen": (
-        {},
-        [
-            (built(LAYER(), frozen="beta"), over_features),
-            (built(LAYER(), frozen="gamma"), over_features),
-        ],
-    ),
+CASES: dict[str, Any] = {
+    "other epsilon": lambda: (LAYER(), LAYER(epsilon=10.0)),
+    "custom class": lambda: (Shifted(1.0), Shifted(2.0)),
+    "moving moments": lambda: (Evaluated(1.0), Evaluated(2.0)),
+    "frozen": lambda: (frozen("beta"), frozen("gamma")),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rows_of_each_layer(case: str) -> None:
-    """Rows are sums over positions of `g [xhat, 1]`."""
-    kwargs, pairs = CASES[case]
-    blocks = [NormalizationBlock(built(layer), "n") for layer, _ in pairs]
-
-    @tf.function(autograph=False)
-    def step(inputs: Any, gradients: Any) -> Any:
-        rows = []
-        for block, x, g in zip(blocks, inputs, gradients, strict=True):
-            training = kwargs.get("training")
-            moments = tf.nn.moments(x, [0, 1]) if training else None
-            record = Record(x, g, kwargs=kwargs, moments=moments)
-            rows.append(block.rows(record).g)
-        return rows
-
-    random = np.random.default_rng(0)
-    shape = (len(pairs), 4, POSITIONS, FEATURES)
-    inputs = random.normal(1, 2, shape).astype("float32")
-    gradients = random.normal(size=shape).astype("float32")
-    rows = step(tf.unstack(inputs), tf.unstack(gradients))
-    for row, x, g, (layer, normalize) in zip(
-        rows, inputs, gradients, pairs, strict=True
-    ):
-        sums = [(g * normalize(x)).sum(1), g.sum(1)]
-        trainable = [layer.gamma.trainable, layer.beta.trainable]
-        want = np.stack(sums, -1)[..., trainable]
-        np.testing.assert_allclose(row[:, 0], want, rtol=1e-4, atol=1e-4)
+def test_factors_of_each_layer(case: str) -> None:
+    """G against the gradients of the weights, example by example."""
+    inputs = keras.Input((5, 3))
+    normalized = [layer(inputs) for layer in CASES[case]()]
+    model = keras.Model(inputs, keras.ops.tanh(layers.Add()(normalized)))
+    randomize(model)
+    x = make_input("", (5, 3), 4)
+    y = targets(model, x)
+    gradients = list(per_example(model, x, y).values())
+    count = len(gradients) // 2
+    step = train_once(model, x, y, eager=False)
+    for i, block in enumerate(step.factors.values()):
+        u = np.stack(gradients[i * count : (i + 1) * count], -1)
+        G = np.einsum("nfi,nfj->fij", u, u) / len(x)
+        assert_close(block["G"], G, 1e-5, "G")

@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tests.factors.test_declared import SEPARABLE, recorded
 from tests.support.harness import (
     assert_close,
     check_factors,
@@ -16,17 +15,10 @@ from tests.support.harness import (
     find,
     weights_of,
 )
-from tests.support.layer_cases import NORMS, PRELU, TRANSPOSED
-from tests.support.layer_models import (
-    expected_factors,
-    expected_rows,
-    problem,
-)
-from tests.support.layer_views import view_of
+from tests.support.layers import problem, residuals, views_of
 from tests.support.reference import append_one
 from tfkfac.blocks import Record
 from tfkfac.blocks.dense import EinsumDenseBlock
-from tfkfac.blocks.registry import build_registry
 from tfkfac.blocks.statistics import (
     BatchSettings,
     Examples,
@@ -104,28 +96,8 @@ def test_workers_select_the_examples_of_one_process(workers: int) -> None:
             assert together == default_indices(size, offset)
 
 
-# ------------------------------------------------------------- other layers
+# ------------------------------------------------------------ one statistic
 BATCH, FRACTION = 6, 1 / 3
-
-
-@pytest.mark.parametrize("case", [*NORMS, *SEPARABLE, *TRANSPOSED, *PRELU])
-def test_subsamples_are_unbiased(case: str) -> None:
-    """The mean over successive offsets is the whole batch.
-
-    `test_every_layer.py` tests the other layers.
-    """
-    model, records, _ = recorded(case)
-    for block in build_registry(model, ()).blocks:
-        layers = {0: (block, records)}
-        settings = BatchSettings("reduce", terms=tf.constant(4, block.dtype))
-        want = batch_statistics(layers, settings)[0]
-        subsampled = [
-            settings._replace(subsample=subsample(0.5, i)) for i in range(2)
-        ]
-        halves = [batch_statistics(layers, half)[0] for half in subsampled]
-        for name, (total, _) in want.items():
-            mean = np.mean([half[name].total for half in halves], 0)
-            assert_close(mean, total, 1e-5, name)
 
 
 def test_record_with_another_first_axis() -> None:
@@ -157,21 +129,21 @@ def test_sample_weights() -> None:
     layer = layers.Dense(3, activation="tanh", name="block")
     model, x, y = problem(layer, (2, 4), BATCH)
     weight = np.array([1, 0, 2, 0, 1, 0.5], "float32")
-    view = view_of(layer)
-    a, g = expected_rows(view, weights_of(model), x, y, "tanh")
-    g = g * weight[:, None, None]
+    (view,) = views_of(layer)
+    g = residuals(model, layer, x, y) * weight[:, None, None]
+    a, g = view.rows(x.astype(np.float64), g)
     rows = [0, 2, 4]
     optimizer = compiled(
         model, inner=0.0, eager=False, factor_batch_fraction=0.5, factor_decay=0
     )
     model.train_on_batch(x, y, sample_weight=weight)
-    want = expected_factors(view, a[:, rows], g[:, rows], "expand")
-    check_factors(find(optimizer.factors(), "block"), *want)
+    want = view.factors(a[:, rows], g[:, rows])
+    check_factors(find(optimizer.factors(), "block"), *want.values())
     model.train_on_batch(x, y, sample_weight=weight)
     rows = [1, 3, 5]
     keep = np.repeat(weight[rows, None] > 0, 2, axis=1)
-    want = expected_factors(view, a[:, rows], g[:, rows], "expand", keep)
-    check_factors(find(optimizer.factors(), "block"), *want)
+    want = view.factors(a[:, rows], g[:, rows], "expand", keep)
+    check_factors(find(optimizer.factors(), "block"), *want.values())
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -68,16 +68,6 @@ def test_unused_records_are_dropped() -> None:
     assert count_records() <= num_records - 2
 
 
-def test_another_tape_between_backward_pass_and_step() -> None:
-    model = mlp()
-    optimizer = tfkfac.KFAC(step="natural").attach(model)
-    gradients = gradients_of(model, X, Y)
-    with tf.GradientTape():
-        model(X[:2])
-    optimizer.apply(gradients, model.trainable_variables)
-    assert optimizer.factors()["hidden"]["A"].any()
-
-
 # ------------------------------------------------------------- derivatives
 def gradient_penalty(model: Any) -> list[Any]:
     """Gradient of an input gradient's norm with respect to the weights."""

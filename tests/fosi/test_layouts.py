@@ -100,7 +100,7 @@ def test_projections(
         part = tf.constant(block_of(layout, whole, group.rank))
         local = gradients[group.rank] if late else total
         local = tf.constant(np.pad(local, [0, length - size]))
-        local_values = layout.local_values(others, group.rank)
+        local_values = layout.columns.local_slice(others, group.rank)
         move = (lambda c: 2 * c - local_values) if moves else None
         result = layout.project_out(part, local, group, move)
         assert bool(result.valid)
@@ -121,7 +121,7 @@ def test_projections(
     for rank, (result, received) in enumerate(run_together(workers, work)):
         inside, rest, move = result
         assert rest.shape == (length,)
-        local = layout.local_values(tf.constant(whole @ total), rank)
+        local = layout.columns.local_slice(tf.constant(whole @ total), rank)
         np.testing.assert_allclose(inside, local, atol=1e-13)
         np.testing.assert_allclose(rest[:size], want, atol=1e-13)
         np.testing.assert_allclose(move[:size], moved, atol=1e-13)

@@ -1,18 +1,20 @@
 """Steps of FOSI against a NumPy program with exact Hessians."""
 
-import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 from keras.optimizers import SGD, Adam
 from keras.optimizers.schedules import PolynomialDecay
 
+from tests.support.curvature_models import difference_products, weight_count
 from tests.support.fosi_reference import (
     BETAS,
+    FEATURES,
     ROWS,
     SIZE,
     Fosi,
@@ -28,27 +30,20 @@ from tests.support.fosi_reference import (
     loss,
     mlp,
     sgd,
+    small,
 )
+from tests.support.harness import randomize
 from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tests.support.schedules import Formula
-
-ORACLE = pathlib.Path(__file__).parents[1] / "data" / "fosi_mlp.npz"
-
+from tests.support.small import curvature as saved_curvature
 
 # -------------------------------------------------------------- the reference
-def test_reference_hessian() -> None:
-    """Complex steps give the stored Hessian and gradient."""
-    with np.load(ORACLE) as arrays:
-        m = {k: arrays[k] for k in arrays.files}
-    names = [k for k in m if k.startswith("weights0/")]
-    w = np.concatenate([m[k].ravel().astype("float64") for k in names])
-    network = Network(m["x"].astype("float64"), m["y"], hidden=16)
-    np.testing.assert_allclose(network.gradient(w), m["gradient"], atol=1e-14)
-    np.testing.assert_allclose(network.hessian(w), m["hessian"], atol=1e-13)
 
 
 # --------------------------------------------------------------- trajectories
+
+
 def decayed(g: Array, w: Array, slots: dict[str, Array], t: int) -> Array:
     move = sgd(0.1, 0.9)(np.clip(g, -0.05, 0.05), w, slots, t)
     return move - 0.1 * 0.3 * w
@@ -87,9 +82,6 @@ CASES = {
         {"learning_rate_clip": 2.5, "warmup_steps": 0},
         {"clip": 2.5, "warmup": 0},
         [0, 3, 6, 9],
-    ),
-    "adam, rate": Case(
-        lambda: Adam(0.03, **BETAS), adam(0.03), {"learning_rate_clip": 2.5}
     ),
     "decay": Case(
         lambda: SGD(0.1, 0.9, weight_decay=0.3, clipvalue=0.05), decayed
@@ -228,3 +220,73 @@ def test_diagonal_curvature(
     x, y = np.eye(4) * np.sqrt(2), np.zeros((4, 1))
     model.train_on_batch(x, y, sample_weight=np.array(curvature))
     np.testing.assert_allclose(1 - flat(model), want, rtol=1e-7)
+
+
+# ----------------------------------------------------------- Hessians of models
+def head(body: Callable[[Any], Any]) -> Any:
+    """A model of an input, a tanh layer, `body` and two units."""
+    x = keras.Input((FEATURES,))
+    first = layers.Dense(2, "tanh", name="first")
+    return keras.Model(x, layers.Dense(2, name="last")(body(first(x))))
+
+
+class Subclassed(keras.Model):
+    """A model that is built by the first batch; one layer has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = layers.Dense(2, "tanh")
+        self.unused = layers.Dense(2)
+        self.last = layers.Dense(2)
+
+    def call(self, inputs: Any) -> Any:
+        h = self.first(inputs)
+        self.unused(h)
+        return self.last(h)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "batch_norm": lambda: head(lambda h: layers.BatchNormalization()(h)),
+    "dropout": lambda: head(lambda h: layers.Dropout(0.5, seed=3)(h)),
+    "subclassed": Subclassed,
+}
+
+
+def batch() -> tuple[Any, Any]:
+    rng = np.random.default_rng(4)
+    return rng.normal(size=(ROWS, FEATURES)), rng.normal(size=(ROWS, 2))
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("name", MODELS)
+def test_directions(name: str, double: None) -> None:
+    """Ritz pairs are of the batch's Hessian, by finite differences.
+
+    The rates are zero. A replay of the forward pass draws the random numbers
+    of the next pass and changes no seed.
+    """
+    x, y = batch()
+    model = MODELS[name]()
+    if model.built:
+        randomize(model)
+    steps = 18 if name == "subclassed" else weight_count(model)
+    optimizer = small(SGD(0.0), alpha=0.0, warmup_steps=0, lanczos_steps=steps)
+    # Eager where a trace would take most of the time.
+    model.compile(optimizer, "mse", run_eagerly=name != "subclassed")
+    model.train_on_batch(x, y)
+    (directions,) = (
+        v for k, v in saved_curvature(optimizer).items() if "directions" in k
+    )
+    images = difference_products(
+        model, directions.T, tf.constant(x), tf.constant(y)
+    )
+    want = directions.T * optimizer.spectrum()
+    assert optimizer.spectrum()[0] > 0.1
+    scale = np.abs(want).max()
+    np.testing.assert_allclose(images / scale, want / scale, rtol=0, atol=1e-6)
+    if name == "subclassed":
+        still = model.unused.get_weights()
+        model.optimizer.learning_rate, model.optimizer.alpha = 0.1, 0.1
+        model.train_on_batch(x, y)
+        for got, before in zip(model.unused.get_weights(), still, strict=True):
+            np.testing.assert_allclose(got, before, rtol=0, atol=1e-12)

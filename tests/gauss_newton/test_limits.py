@@ -184,13 +184,7 @@ TRAINED: list[tuple[Any, str, str]] = [
     (layers.BatchNormalization, "mse", CHANGES),
     (functools.partial(layers.Dropout, 0.5), "mse", CHANGES),
     (Penalty, "mse", "Layer 'h' of model 'net' adds a loss"),
-    (
-        functools.partial(layers.Dense, 2, activity_regularizer="l2"),
-        "mse",
-        "Layer 'h' of model 'net' adds a loss",
-    ),
     (layers.Flatten, "mae", "loss 'mae' is not known"),
-    (layers.Flatten, "huber", "loss 'huber' is not known"),
 ]
 
 
@@ -249,8 +243,6 @@ def test_memory_of_a_step() -> None:
     limits = optimizer.method.limits
     assert limits.peak_bytes("parameters", 100) == 4 * (3 * 16 + 2 * 100 * 4)
     assert limits.peak_bytes("residuals", 3) == 4 * (3 * 9 + 3 * 3 * 4)
-    assert limits.space("auto", 3) == "residuals"
-    assert limits.space("auto", 4) == "parameters"
     network.train_on_batch(X, Y)
     lines = summary_text(optimizer).splitlines()
     (row,) = [li for li in lines if li.startswith("8 ")]

@@ -1,63 +1,304 @@
-"""Steps against NumPy; the search for a damping; unusual batches."""
+"""Steps by their definition for losses, weights, masks and layers.
 
+Also the search for a damping, and unusual batches.
+"""
+
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
 import tfkfac
-from tests.support.curvature_models import ready
+from tests.support.curvature_models import TEXT, ZOO, inputs, noise
+from tests.support.curvature_models import network as zoo_network
 from tests.support.dtypes import floats
 from tests.support.gauss_newton_reference import (
+    Pull,
     Reference,
+    Rows,
     get_flat,
     loss_of,
-    squares,
-    squares_pull,
+    outputs_and_jacobians,
+    second,
+    set_flat,
 )
+from tests.support.harness import randomize
 from tests.support.marks import with_slow
-from tfkfac.gauss_newton.solve import LARGEST, ResidualSpace, Search, search
+from tests.support.reference import Array
+from tfkfac.gauss_newton.solve import LARGEST, NormalEquations, Search, search
 
-RNG = np.random.default_rng(0)
-X = RNG.uniform(-1, 1, size=(40, 2))
-Y = np.sin(3 * X[:, :1]) * X[:, 1:]
+ROWS, STEPS = 9, 4
+RNG = np.random.default_rng(5)
+X = RNG.normal(size=(ROWS, 3))
+SERIES = RNG.normal(size=(ROWS, 4, 3))
+SERIES[2, 1:] = SERIES[5, 3:] = 0
+WEIGHTS = RNG.integers(0, 4, ROWS) / 2
+REAL = RNG.normal(size=(ROWS, 2))
+CLASSES = RNG.integers(0, 3, ROWS)
+HOT = np.eye(3)[CLASSES]
+BITS = RNG.integers(0, 2, (ROWS, 2)).astype(float)
+COUNTS = RNG.integers(0, 5, (ROWS, 2)).astype(float)
+# For each output: diagonal of the Fisher matrix, gradient of the loss.
+Curve = Callable[[list[Array]], list[tuple[Array, Array]]]
+# Function from outputs to logits, and its derivative.
+Link = tuple[Callable[[Array], Array], Callable[[Array], Array]]
+SAME: Link = (lambda z: z, np.ones_like)
+LOG: Link = (np.log, lambda z: 1 / z)  # up to a constant, which does not matter
+LOGIT: Link = (lambda z: np.log(z / (1 - z)), lambda z: 1 / z / (1 - z))
 
 
-def compiled(optimizer: Any) -> Any:
-    keras.utils.set_random_seed(0)
-    hidden, last = keras.layers.Dense(6, "tanh"), keras.layers.Dense(1)
-    model = keras.Sequential([keras.Input((2,)), hidden, last])
-    # Eager unless the test counts traces.
-    eager = type(optimizer) is tfkfac.GaussNewton
-    model.compile(optimizer, "mse", run_eagerly=eager)
-    return model
+class Case(NamedTuple):
+    model: Callable[[], Any]
+    loss: Any
+    x: Array
+    y: Any
+    curve: Curve
+    options: Any = {}  # noqa: RUF012 (never changed)
+    weights: Any = None
+    links: tuple[Link, ...] = (SAME,)  # functions to the logits, see `pull_of`
 
 
-@pytest.mark.slow
-def test_one_trace_for_all_batches() -> None:
-    """32 and 8 examples for 25 weights use different spaces."""
-    traces = []
+def network(
+    units: int = 2, activation: str | None = None, penalty: Any = None
+) -> Callable[[], Any]:
+    def make() -> Any:
+        x = keras.Input((3,))
+        h = layers.Dense(4, "tanh", kernel_regularizer=penalty)(x)
+        return keras.Model(x, layers.Dense(units, activation)(h))
 
-    class Traces(tfkfac.GaussNewton):
-        def apply(self, *args: Any, **kwargs: Any) -> None:
-            traces.append(1)
-            super().apply(*args, **kwargs)
+    return make
 
-    model = compiled(Traces())
-    model.fit(X, Y, batch_size=32, epochs=2, shuffle=False, verbose=0)
-    assert model.optimizer.last_step["residuals"] == 8
-    assert len(traces) == 1
+
+def two_outputs() -> Any:
+    x = keras.Input((3,))
+    h = layers.Dense(4, "tanh")(x)
+    return keras.Model(
+        x,
+        {
+            "real": layers.Dense(2, name="real")(h),
+            "bits": layers.Dense(2, "sigmoid", name="bits")(h),
+        },
+    )
+
+
+def masked() -> Any:
+    x = keras.Input((4, 3))
+    h = layers.Dense(4, "tanh")(layers.Masking()(x))
+    return keras.Model(x, layers.Dense(2)(h))
+
+
+def normal(y: Array, scale: Any) -> Curve:
+    def curve(outputs: list[Array]) -> list[tuple[Array, Array]]:
+        weight = scale * np.ones_like(outputs[0])
+        return [(weight, weight * (outputs[0] - y))]
+
+    return curve
+
+
+def bernoulli(z: Array, y: Array, scale: Any) -> tuple[Array, Array]:
+    fisher = scale / (z * (1 - z))
+    return fisher, fisher * (z - y)
+
+
+def counts(outputs: list[Array]) -> list[tuple[Array, Array]]:
+    (z,) = outputs
+    rate = z + 1e-7
+    return [(1 / rate / z.size, (1 - COUNTS / rate) / z.size)]
+
+
+def categorical(labels: Array, weights: Any) -> Curve:
+    def curve(outputs: list[Array]) -> list[tuple[Array, Array]]:
+        scale = np.reshape(weights, (-1, 1)) / ROWS
+        return [(scale / outputs[0], -scale * labels / outputs[0])]
+
+    return curve
+
+
+def both(outputs: list[Array]) -> list[tuple[Array, Array]]:
+    bits, real = outputs  # by name
+    scale = 3 * 2 / real.size * np.ones_like(real)
+    weight = WEIGHTS[:, None] * 0.5 / bits.size
+    return [bernoulli(bits, BITS, weight), (scale, scale * (real - REAL))]
+
+
+SERIES_Y = RNG.normal(size=(ROWS, 4, 2))
+VALID = np.any(SERIES != 0, -1, keepdims=True)
+SPARSE = keras.losses.SparseCategoricalCrossentropy
+CASES = {
+    "penalty": Case(
+        network(penalty=keras.regularizers.L2(0.02)), "mse", X, REAL,
+        normal(REAL, 2 / REAL.size), {"solve": "parameters"},
+    ),
+    "mask": Case(
+        masked, "mse", SERIES, SERIES_Y,
+        normal(SERIES_Y, VALID * 2 / (2 * VALID.sum())),
+        {"solve": "parameters"},
+    ),
+    "softmax": Case(
+        network(3, "softmax"), "sparse_categorical_crossentropy", X, CLASSES,
+        categorical(HOT, WEIGHTS), {"solve": "parameters"}, WEIGHTS, (LOG,),
+    ),
+    "logits": Case(
+        network(3), lambda: SPARSE(from_logits=True), X, CLASSES,
+        categorical(HOT, 1.0), links=(LOG,),
+    ),
+    "counts": Case(network(2, "exponential"), "poisson", X, COUNTS, counts),
+    "two outputs": Case(
+        two_outputs,
+        lambda: {"real": "mse", "bits": "binary_crossentropy"},
+        X, {"real": REAL, "bits": BITS}, both,
+        {"loss_weights": {"real": 3.0, "bits": 0.5}, "solve": "parameters"},
+        {"real": None, "bits": WEIGHTS}, (LOGIT, SAME),
+    ),
+}  # fmt: skip
+
+
+def layer_case(name: str, solve: str) -> Case:
+    """Mean squared error of a model with a type of layers."""
+    body, shape = ZOO[name]
+    x, y = inputs(shape), noise(len(inputs(shape)), 2).astype(float)
+    x = x if shape == TEXT else x.astype(float)
+    model = functools.partial(zoo_network, body, shape)
+    return Case(model, "mse", x, y, normal(y, 2 / y.size), {"solve": solve})
+
+
+# Grouped convolutions and masks loop over examples.
+CASES |= {
+    name: layer_case(name, solve)
+    for name, solve in {
+        "tanh": "parameters",
+        "conv_groups": "parameters",
+        "attention": "parameters",
+        "masked_rnn": "parameters",
+        "layer_two_axes": "residuals",
+        "lstm": "residuals",
+    }.items()
+}
+FEW = "logits", "tanh"
+
+
+def rows_of(model: Any, case: Case) -> Rows:
+    """Rows and residuals of all outputs (probabilities, not logits)."""
+
+    def rows(point: Array) -> tuple[Array, Array]:
+        result = outputs(model, case, point)
+        curves = case.curve([output for output, _ in result])
+        parts = [
+            (np.sqrt(f)[..., None] * j, np.divide(q, np.sqrt(f), where=f > 0))
+            for (f, q), (_, j) in zip(curves, result, strict=True)
+        ]
+        size = len(point)
+        return (
+            np.concatenate([k.reshape(-1, size) for k, _ in parts]),
+            np.concatenate([np.where(np.isfinite(r), r, 0).ravel()
+                            for _, r in parts]),
+        )  # fmt: skip
+
+    return rows
+
+
+def outputs(model: Any, case: Case, point: Array) -> list[tuple[Array, Array]]:
+    """Values of the outputs (logits as probabilities) and Jacobians."""
+    result = outputs_and_jacobians(model, case.x, point)
+    if case.loss is CASES["logits"].loss:
+        result = [probabilities(*pair) for pair in result]
+    return result
+
+
+def pull_of(model: Any, case: Case) -> Pull:
+    """J^T W y'' of all outputs, with y the logits of probabilities.
+
+    With J of the probabilities, `J_y = (dy/dp) J` and `W = F (dp/dy)^2`.
+    """
+
+    def linked(point: Array) -> Array:
+        result = outputs(model, case, point)
+        parts = zip(case.links, result, strict=True)
+        return np.concatenate([link(z).ravel() for (link, _), (z, _) in parts])
+
+    def pull(point: Array, direction: Array) -> Array:
+        result = outputs(model, case, point)
+        curves = case.curve([z for z, _ in result])
+        parts = zip(case.links, curves, result, strict=True)
+        pulls = [
+            (f / slope(z))[..., None] * j
+            for (_, slope), (f, _), (z, j) in parts
+        ]
+        rows = np.concatenate([p.reshape(-1, len(point)) for p in pulls])
+        return rows.T @ second(linked, point, direction)
+
+    return pull
+
+
+def probabilities(logits: Array, jacobian: Array) -> tuple[Array, Array]:
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    mean = np.einsum("bc,bcn->bn", p, jacobian)
+    return p, p[..., None] * (jacobian - mean[:, None])
+
+
+@pytest.mark.parametrize(
+    "name", with_slow(CASES, *(case for case in CASES if case not in FEW))
+)
+def test_steps(name: str) -> None:
+    case = CASES[name]
+    # In the space of residuals if it is supported, see test_limits.py.
+    options = dict(case.options)
+    solve = options.pop("solve", "residuals")
+    with floats("float64"):
+        keras.utils.set_random_seed(0)
+        model = case.model()
+        randomize(model)
+        optimizer: Any = tfkfac.GaussNewton(solve=solve)
+        loss = case.loss() if callable(case.loss) else case.loss
+        model.compile(optimizer, loss, **options)
+        start, done = get_flat(model), []
+        for _ in range(STEPS):
+            model.train_on_batch(case.x, case.y, sample_weight=case.weights)
+            done.append(optimizer.last_step)
+        got = get_flat(model)
+        penalties = [
+            np.full(v.shape, 0.04 if v.regularizer else 0.0).ravel()
+            for v in model.trainable_variables
+        ]
+        reference = Reference(
+            loss_of(model, case.x, case.y, sample_weight=case.weights),
+            rows_of(model, case),
+            start,
+            pull_of(model, case),
+            ridge=np.concatenate(penalties),
+        )
+        for _ in range(STEPS):
+            reference.step()
+        set_flat(model, got)
+    travelled = np.linalg.norm(reference.weights - start)
+    assert travelled > 0.1
+    assert np.linalg.norm(got - reference.weights) <= 1e-7 * travelled
+    assert [d["tries"] for d in done] == reference.tries
+    assert [d["accepted"] for d in done] == reference.accepted
+    dampings = [d["damping"] for d in done]
+    np.testing.assert_allclose(dampings, reference.dampings, rtol=1e-5)
+    assert any(reference.bent)
+
+
+# ------------------------------------------------------------- unusual batches
+POINTS = RNG.uniform(-1, 1, size=(8, 2))
+VALUES = np.sin(3 * POINTS[:, :1]) * POINTS[:, 1:]
 
 
 def test_a_batch_of_zero_weight_is_not_rejected() -> None:
     """A zero step: one try, and the damping stays."""
     for solve in ("parameters", "residuals"):
-        model = compiled(tfkfac.GaussNewton(solve=solve, damping=0.25))
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+        optimizer = tfkfac.GaussNewton(solve=solve, damping=0.25)
+        model.compile(optimizer, "mse", run_eagerly=True)
         before = model.get_weights()
-        model.train_on_batch(X[:8], Y[:8], sample_weight=np.zeros(8))
+        model.train_on_batch(POINTS, VALUES, sample_weight=np.zeros(8))
         np.testing.assert_equal(model.get_weights(), before)
         assert model.optimizer.last_step["tries"] == 1
         (state,) = model.optimizer.method.states
@@ -65,51 +306,14 @@ def test_a_batch_of_zero_weight_is_not_rejected() -> None:
         assert int(state.rejected.numpy()) == 0
 
 
-# ----------------------- steps of all layer types against NumPy, in both spaces
-STEPS = 4
-# In the space of residuals; all others in the space of parameters. Grouped
-# convolutions and masks loop over examples.
-RESIDUALS = ("layer_two_axes", "lstm")
-CASES = ["tanh", "conv_groups", "attention", "masked_rnn", *RESIDUALS]
-
-
-@pytest.mark.parametrize("case", with_slow(CASES, *CASES[1:]))
-def test_every_layer(case: str) -> None:
-    solve = "residuals" if case in RESIDUALS else "parameters"
-    with floats("float64"):
-        model, x, y = ready(case)
-        start, done = get_flat(model), []
-        optimizer = tfkfac.GaussNewton(solve=solve)
-        model.compile(optimizer, "mse")
-        for _ in range(STEPS):
-            model.train_on_batch(x, y)
-            done.append(optimizer.last_step)
-        got = get_flat(model)
-        reference = Reference(
-            loss_of(model, x, y),
-            squares(model, x, y),
-            start,
-            squares_pull(model, x),
-        )
-        for _ in done:
-            reference.step()
-    want = reference.weights
-    assert np.linalg.norm(got - want) <= 1e-7 * np.linalg.norm(want - start)
-    assert [d["tries"] for d in done] == reference.tries
-    assert [d["accepted"] for d in done] == reference.accepted
-    np.testing.assert_allclose(
-        [d["damping"] for d in done], reference.dampings, rtol=1e-5
-    )
-
-
 # --------------------------------------------------------- search for a damping
-ROWS = RNG.normal(size=(6, 4))
+MATRIX = RNG.normal(size=(6, 4))
 OFFSETS = RNG.normal(size=6)
 
 
 def quadratic(change: Any) -> Any:
     """A quadratic loss, equal to its Gauss-Newton model."""
-    errors = OFFSETS + tf.linalg.matvec(tf.constant(ROWS), change)
+    errors = OFFSETS + tf.linalg.matvec(tf.constant(MATRIX), change)
     return tf.reduce_sum(errors**2) / 2
 
 
@@ -118,7 +322,7 @@ def tries(
 ) -> Search:
     zero = tf.zeros([4], tf.float64)
     return search(
-        ResidualSpace(tf.constant(ROWS), tf.constant(OFFSETS)),
+        NormalEquations.of_residuals(tf.constant(MATRIX), tf.constant(OFFSETS)),
         loss,
         tf.convert_to_tensor(loss(zero)),
         tf.constant(damping, tf.float64),

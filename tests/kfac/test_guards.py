@@ -40,7 +40,7 @@ from tests.support.training import (
 )
 
 X, Y = data()
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 INTERVALS = ("factor_update_interval", "inverse_update_interval")
 
 
@@ -200,17 +200,6 @@ def test_mixed_precision_has_the_true_scale(
         assert_close(got, value, 10 * tolerance)
 
 
-def test_float16_trains(policy: Callable[[str], None]) -> None:
-    """A few epochs with the defaults decrease the loss."""
-    policy("float16")
-    model = compiled_mlp(eager=True)
-    history = model.fit(*data(64, seed=5), epochs=4, verbose=0).history
-    assert np.isfinite(history["loss"]).all()
-    assert history["loss"][-1] < 0.8 * history["loss"][0]
-    factors = kfac_of(model).factors()["hidden"].values()
-    assert {v.dtype.name for v in factors} == {"float32"}
-
-
 def test_loss_scale_of_a_custom_loop() -> None:
     """An unknown loss scale is an error; the square of a scale overflows."""
 
@@ -238,58 +227,24 @@ def test_loss_scale_of_a_custom_loop() -> None:
             assert_close(factors[path][name], want, 1e-5)
 
 
-def test_scaler_of_a_compiled_optimizer() -> None:
-    """An optimizer compiled again with a loss scaler knows its scale."""
-    model = compiled_mlp(eager=True)
-    optimizer = kfac_of(model)
-    model.train_on_batch(X, Y)
-    want = optimizer.factors()["logits"]["G"]
-    scaler = keras.optimizers.LossScaleOptimizer(optimizer)
-    model.compile(scaler, loss(), run_eagerly=True)
-    model.train_on_batch(X, Y)
-    got = optimizer.factors()["logits"]["G"]
-    assert np.trace(got) < 2 * np.trace(want)
-
-
 # ----------------------------------------- invalid preconditioned gradients
-def wide() -> Any:
-    """A model whose hidden layer has row gradients for batches of 4."""
-    return sequential(
-        layers.Dense(60, activation="tanh", name="inputs"),
-        layers.Dense(60, activation="tanh", name="hidden"),
-        layers.Dense(CLASSES, name="logits"),
-    )
 
 
-@pytest.mark.parametrize(
-    ("make", "rows", "value"),
-    [
-        (mlp, 16, 1e30),
-        pytest.param(wide, 4, 1e30, marks=pytest.mark.slow),
-        pytest.param(wide, 4, NAN, marks=pytest.mark.slow),
-    ],
-)
-def test_the_plain_gradient_of_that_block_alone(
-    make: Any, rows: int, value: float, capfd: Any
-) -> None:
-    """Only that block takes the plain gradient, for one step.
-
-    With rows, the fallback works although the dense gradient is not formed.
-    """
-    x, y = X[:rows], Y[:rows]
-    model, twin = make(), make()
-    twin.set_weights(model.get_weights())
+def test_the_plain_gradient_of_that_block_alone(capfd: Any) -> None:
+    """Only that block takes the plain gradient, for one step."""
+    x, y = X, Y
+    model, twin = mlp(), mlp()
     for candidate in (model, twin):
         options = dict.fromkeys(INTERVALS, 100)
         candidate.compile(
             tfkfac.KFAC(keras.optimizers.SGD(0.1), kl_clip=None, **options),
             loss(),
-            run_eagerly=make is mlp,
+            run_eagerly=True,
         )
         candidate.train_on_batch(x, y)
     optimizer = kfac_of(model)
     tensor = rows_of(optimizer.method.states, "hidden", "solver_")[0]
-    tensor.assign(np.full(tensor.shape, value))
+    tensor.assign(np.full(tensor.shape, 1e30))
     gradients = [np.array(g) for g in gradients_of(model, x, y)]
     before = model.get_weights()
     capfd.readouterr()

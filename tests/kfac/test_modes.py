@@ -27,10 +27,9 @@ from tests.support.definition import by_definition
 from tests.support.dtypes import floats
 from tests.support.graphs import Collective, collectives, count_ops
 from tests.support.marks import with_slow
-from tests.support.strategies import copies, local_ranks, strategy
+from tests.support.strategies import local_ranks, strategy
 from tests.support.training import (
     DEFAULTS,
-    FEEDS,
     INNERS,
     RATE,
     SPECTRAL,
@@ -122,7 +121,6 @@ CASES = {
         factor_update_interval=1,
         inverse_update_interval=1,
     ),
-    "two: mem_opt, eager": case("mem_opt", "small", eager=True),
     "two: mem_opt, accumulation": case(
         "mem_opt", "small", inner="accumulation, average, decay", fisher="type2"
     ),
@@ -149,14 +147,6 @@ CASES = {
         "mem_opt",
         "text",
         inner="default",
-        patches=("whole batches",),
-        **SPECTRAL,
-    ),
-    "two: mem_opt, spectral, recurrent": case(
-        "mem_opt",
-        "recurrent",
-        inner="default",
-        faults=((3, 1, NAN),),
         patches=("whole batches",),
         **SPECTRAL,
     ),
@@ -280,9 +270,9 @@ def test_training(on_workers: Any, name: str) -> None:
     check_updates(name, workers)
     check_weights(name, workers)
     check_plan(name, workers)
-    # Replicas of one process share a graph; an eager step has none. Sums of
-    # synchronized layers for sampled labels are not counted.
-    skipped = ("mirrored", "eager", "labels", "buckets")
+    # Replicas of one process share a graph. Sums of synchronized layers for
+    # sampled labels are not counted.
+    skipped = ("mirrored", "labels", "buckets")
     if not any(word in name for word in skipped):
         check_bytes(name, workers)
 
@@ -354,8 +344,7 @@ def check_plan(name: str, workers: list[Result]) -> None:
             decomposed = sum(
                 1 if s[-1] == s[-2] else 2 + is_spectral for s in matrices
             )
-            if "eager" not in name:
-                assert worker["decompositions"] == decomposed
+            assert worker["decompositions"] == decomposed
         lines = [re.split(r" {2,}", x) for x in worker["summary"].splitlines()]
         shown = {cells[0]: cells[-2:] for cells in lines}
         for layer, (path, _) in zip(plan, worker["shapes"], strict=True):
@@ -444,70 +433,6 @@ def test_subsamples_weigh_as_much_as_their_batches(on_workers: Any) -> None:
         if path.endswith("hidden") and "A" in factors
     )
     np.testing.assert_allclose(got, want, rtol=1e-6)
-
-
-# ------------------------------------------------------------ ways of training
-def train_by_fit() -> Result:
-    """`fit` on global batches of 8 rows; the last batch has a single row."""
-    x, y = (a[:17] for a in images())
-    # A clip would hide a wrong weight of the last row.
-    case = Training(model="cnn", options={"kl_clip": None})
-    model = training.build(case)
-    start = model.get_weights()
-    with case.context():
-        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    return {"start": start, **training.describe(model)}
-
-
-def train_by_loop() -> Result:
-    """A custom loop on even batches, which needs `attach` only."""
-    workers = strategy().num_replicas_in_sync
-    steps = shares(FEEDS["even"], workers)
-    with floats("float64"):
-        with strategy().scope():
-            keras.utils.set_random_seed(0)
-            model = training.cnn()
-            optimizer = tfkfac.KFAC(INNERS["sgd"](), **DEFAULTS).attach(model)
-        variables = model.trainable_variables
-        start = model.get_weights()
-
-        def step(batch: Any) -> None:
-            x, y = batch
-            with tf.GradientTape() as tape:
-                losses = keras.losses.sparse_categorical_crossentropy(
-                    y, model(x, training=True), from_logits=True
-                )
-                loss = tf.reduce_mean(losses) / workers
-            gradients = tape.gradient(loss, [v.value for v in variables])
-            optimizer.apply(gradients, variables)
-
-        @tf.function
-        def train_step(iterator: Any) -> None:
-            strategy().run(step, args=(next(iterator),))
-
-        iterator = iter(training.dataset(images(), steps))
-        for _ in steps:
-            train_step(iterator)
-    return {
-        "start": start,
-        "weights": model.get_weights(),
-        "copies": copies(variables),
-    }
-
-
-@pytest.mark.slow
-def test_ways_of_training_are_the_definition(on_workers: Any) -> None:
-    """The last batch of `fit` is empty on one worker."""
-    batches = [[[*range(8)]], [[*range(8, 16)]], [[16]]]
-    for function, steps, options in (
-        (train_by_fit, batches, {"kl_clip": None}),
-        (train_by_loop, shares(FEEDS["even"], 2), {}),
-    ):
-        workers = on_workers("two", function)
-        assert_same_bits(workers)
-        want = by_definition(workers[0]["start"], steps, **options)
-        for worker in workers:
-            assert_close(worker, want)
 
 
 # ---------------------------------------------------------------- refusals

@@ -20,15 +20,12 @@ from tests.support.harness import (
     assert_close,
     compiled,
     find,
-    flat,
     half_squared_error,
-    keras_gradients,
     randomize,
     train_once,
     weights_of,
 )
-from tests.support.layer_cases import make_input
-from tests.support.layer_models import deep_model, targets
+from tests.support.layers import make_input, targets
 from tests.support.reference import (
     Array,
     append_one,
@@ -37,7 +34,7 @@ from tests.support.reference import (
     gradient,
     inverse_solve,
 )
-from tests.support.small import gradients_of, loss
+from tests.support.small import gradients_of
 from tests.support.summaries import sequential
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -137,87 +134,8 @@ def test_three_steps(name: str, solver: str, clip: str) -> None:
                 )
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_reduce_factors(name: str) -> None:
-    data, model = load(name), build(name)
-    optimizer = compile_for(model, name, weight_sharing="reduce")
-    model.train_on_batch(data["x"], data["y"])
-    for layer in layers_of(model):
-        block = find(optimizer.factors(), layer.name)
-        for key in ("A", "G"):
-            want = data[f"reduce/factor/{layer.name}/{key}"]
-            assert_close(block[key], want, 1e-5, f"{key} of {layer.name}")
-
-
 # ---------------------------------------------------------- without a solver
 DAMPING = 0.05
-
-
-def per_example_fisher(model: Any, x: Array, y: Array) -> tuple[Array, Array]:
-    """Empirical Fisher 1/B sum vec vec^T and mean gradient, by tape.
-
-    `model` is a float64 twin; vec runs over its trainable variables in order.
-    """
-    pairs = zip(x[:, None], y[:, None], strict=True)
-    stack = np.stack([flat(keras_gradients(model, *pair)) for pair in pairs])
-    return stack.T @ stack / len(x), stack.mean(0)
-
-
-def linear_model(dtype: str) -> Any:
-    linear = layers.Dense(2, kernel_initializer="zeros", dtype=dtype)
-    return keras.Sequential([keras.Input((3,)), linear])
-
-
-def test_equals_the_dense_fisher_of_a_linear_layer() -> None:
-    """Every input paired with every residual: a and g are independent.
-
-    At zero weights g is minus the label, so the Kronecker product of the
-    factors is the whole empirical Fisher, not an approximation of it.
-    """
-    inputs = make_input("", (3,), 4)
-    labels = make_input("", (2,), 3, seed=9)
-    x = np.repeat(inputs, 3, axis=0)
-    y = np.tile(labels, (4, 1))
-    fisher, grad = per_example_fisher(linear_model("float64"), x, y)
-    want = np.linalg.solve(fisher + DAMPING * np.eye(8), grad)
-    step = train_once(
-        linear_model("float32"), x, y, solver="eigen", damping=DAMPING
-    )
-    assert_close(flat(step.delta), want, SOLVE_RTOL, "natural gradient")
-
-
-def test_one_example_is_exact_in_every_layer() -> None:
-    """With a single example, three times, each Fisher block is A (x) G.
-
-    It has rank one, so the step is W / (damping + |W|^2).
-    """
-    x = np.tile(make_input("", (3,), 1), (3, 1))
-    y = np.tile(make_input("", (2,), 1, seed=8), (3, 1))
-
-    def build(dtype: str) -> Any:
-        model = keras.Sequential(
-            [
-                keras.Input((3,)),
-                layers.Dense(4, activation="tanh", dtype=dtype),
-                layers.Dense(5, activation="sigmoid", dtype=dtype),
-                layers.Dense(2, dtype=dtype),
-            ]
-        )
-        randomize(model)
-        return model
-
-    twin = build("float64")
-    fisher, grad = per_example_fisher(twin, x, y)
-    step = train_once(build("float32"), x, y, solver="eigen", damping=DAMPING)
-    at = 0
-    for i in range(0, 6, 2):
-        got = flat(step.delta[i : i + 2])
-        block = slice(at, at + got.size)
-        at += got.size
-        W, F = grad[block], fisher[block, block]
-        want = np.linalg.solve(F + DAMPING * np.eye(got.size), W)
-        assert_close(want, W / (DAMPING + W @ W), 1e-10, "rank one")
-        assert_close(got, want, SOLVE_RTOL, f"layer {i // 2}")
 
 
 def test_matrices_of_equal_shapes() -> None:
@@ -265,23 +183,6 @@ def two_layer_rows(
     g2 = a2 @ np.vstack([k2, b2]) - y
     g1 = (g2 @ k2.T) * (1 - h**2)
     return [(a1[:, None], g1[:, None]), (a2[:, None], g2[:, None])]
-
-
-def test_clip_counts_every_block() -> None:
-    """The sum <P, W> runs over all blocks, normalisation included."""
-    x = make_input("", (6, 6, 2), 5)
-    labels = np.array([0, 2, 1, 2, 0])
-    model = deep_model("float32")
-    W = list(map(np.array, gradients_of(model, x, labels)))
-    start = model.get_weights()
-    free, clipped = [], []
-    for steps, kl_clip in ((free, None), (clipped, 1e-3)):
-        model.set_weights(start)
-        options = {"loss": loss(), "damping": 0.1, "kl_clip": kl_clip}
-        steps += train_once(model, x, labels, **options).delta
-    nu = clip_factor(list(zip(free, W, strict=True)), 1.0, 1e-3)
-    assert nu < 0.5
-    assert_close(flat(clipped), nu * flat(free), 1e-3, "clipped step")
 
 
 def test_clip_follows_the_learning_rate() -> None:

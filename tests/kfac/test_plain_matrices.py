@@ -172,26 +172,6 @@ def test_rate_of_the_default_rest_optimizer(
     assert float(copy.rest_optimizer.learning_rate) == pytest.approx(0.03)
 
 
-def test_rate_of_the_rest_optimizer_without_matrices() -> None:
-    """Embeddings alone: Adam's first step is 0.01."""
-    tokens = layers.Embedding(TOKENS, CLASSES)
-    model = keras.Sequential([keras.Input((LENGTH,)), tokens])
-    model.compile(tfkfac.KFAC(), loss())
-    before = tokens.get_weights()[0]
-    model.train_on_batch(np.zeros([ROWS, LENGTH]), np.ones([ROWS, LENGTH]))
-    moved = np.abs(tokens.get_weights()[0] - before).max(1)
-    np.testing.assert_allclose(moved, 0.01 * np.eye(TOKENS)[0], rtol=1e-3)
-
-
-def test_a_model_without_blocks() -> None:
-    """All matrices move by the same RMS, and vectors by the rest optimizer."""
-    model = compiled(skip_layers=["logits"])
-    changes = {path: change for path, _, change in train(model, 0)}
-    lengths = [rms(changes[path]) for path in MATRICES]
-    assert lengths[0] > 1e-3
-    np.testing.assert_allclose(lengths, lengths[0], rtol=1e-4)
-
-
 class Accumulate(layers.Layer):
     """A custom cell: a sum of products with a matrix."""
 
@@ -235,14 +215,12 @@ class CellAndLoop(layers.Layer):
     ("layer", "shape", "rules", "is_recurrent"),
     [
         (lambda: layers.GRU(3), (4, 2), {}, True),
-        (lambda: layers.Bidirectional(layers.LSTM(3)), (4, 2), {}, True),
         (
             lambda: layers.RNN([layers.GRUCell(3), Accumulate()]),
             (4, 2),
             {},
             True,
         ),
-        (lambda: layers.ConvLSTM1D(3, 2), (4, 5, 2), {}, True),
         (Unrolled, (4, 2), {}, True),
         (CellAndLoop, (4, 2), {}, True),
         (
@@ -252,7 +230,6 @@ class CellAndLoop(layers.Layer):
             True,
         ),
         (lambda: layers.GRU(3), (4, 2), {"skip_layers": [layers.GRU]}, False),
-        (lambda: layers.GRU(3, trainable=False), (4, 2), {}, False),
         (lambda: layers.TimeDistributed(Mix()), (4, 2), {}, False),
     ],
 )
@@ -266,24 +243,6 @@ def test_recurrent_layers(
     model.compile(tfkfac.KFAC(**rules), "mse")
     [state] = model.optimizer.method.states
     assert state.length.is_recurrent == is_recurrent
-
-
-class EmbeddingModel(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.last = layers.LSTM(3), layers.Dense(2)
-
-    def call(self, x: Any) -> Any:
-        return self.last(self.lstm(x))
-
-
-def test_the_name_of_the_model_does_not_matter() -> None:
-    """Although the paths of the weights begin with it."""
-    model = EmbeddingModel()
-    model.compile(tfkfac.KFAC(), "mse")
-    model.train_on_batch(tf.ones([2, 4, 3]), tf.zeros([2, 2]))
-    assert model.lstm.weights[0].path.startswith("embedding_model")
-    assert len(model.optimizer.method.states[0].plain) == 2
 
 
 def test_momenta_are_saved(tmp_path: Path) -> None:

@@ -95,8 +95,10 @@ COVERAGE: dict[str, tuple[Callable[[], list[Any]], list[str], str | None]] = {
 }
 
 
-@pytest.mark.parametrize("case", COVERAGE)
-@pytest.mark.parametrize("make", [sequential, Subclassed])
+@pytest.mark.parametrize(
+    ("make", "case"),
+    [*((sequential, case) for case in COVERAGE), (Subclassed, "last")],
+)
 def test_coverage(make: Any, case: str) -> None:
     """Warns below 50 %, of weights above 5 %, and of the last layer."""
     parts, skipped, words = COVERAGE[case]
@@ -217,19 +219,6 @@ def test_clip_hint_of_raw_pixels(capfd: Any) -> None:
         clips.append(model.optimizer.last_step["clip_factor"])
     assert np.median(clips) > 0.1
     assert "normalise the inputs" in capfd.readouterr().err
-
-
-def test_clip_hint_of_tokens(capfd: Any) -> None:
-    """Tokens are not normalised."""
-    stack = layers.Embedding(100, 3), layers.Flatten(), layers.Dense(2)
-    model = keras.Sequential([keras.Input((4,)), *stack])
-    model.compile(tfkfac.KFAC(1e3, fisher="empirical"), "mse")
-    words = RNG.integers(50, 100, size=(8, 4)).astype("float32")
-    for _ in range(20):
-        model.train_on_batch(words, Y)
-    text = capfd.readouterr().err
-    assert SMALLER in text
-    assert "normalise" not in text
 
 
 @pytest.mark.parametrize("terms", [None, 1])
@@ -356,7 +345,7 @@ def test_state_bytes_are_those_of_the_variables(
         "decompositions": stored_bytes(inverse, "solver_"),
     }
     if "step" in options:
-        names = "whitened_momentum", "row_extents", "column_extents"
+        names = "whitened_momentum", "extents"
         want["momenta"] = stored_bytes(dtype, *names)
     else:
         row = blocks_of(optimizer)["tokens"]

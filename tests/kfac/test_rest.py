@@ -147,16 +147,6 @@ def test_rows_that_are_looked_up_twice_have_one_gradient() -> None:
     np.testing.assert_allclose(moved, want + 0 * moved, rtol=0.01)
 
 
-def test_a_model_without_blocks_is_trained_by_the_rest_optimizer() -> None:
-    ours = tfkfac.KFAC(
-        step="natural", rest_optimizer="nadam", skip_layers=[".*"]
-    )
-    found, want = trained(ours), trained("nadam")
-    for name in LABELS:
-        same(found[name], want[name])
-    assert int(ours.iterations) == STEPS
-
-
 # ---------------------------------------------------------- averaged weights
 def averaging(**options: Any) -> Any:
     inner = SGD(0.1, use_ema=True, ema_momentum=0.75)
@@ -179,13 +169,12 @@ def close(got: Any, want: Any) -> None:
 
 SCALERS: dict[str, Callable[[Any], Any]] = {
     "none": lambda optimizer: optimizer,
-    "Keras'": keras.optimizers.LossScaleOptimizer,
     "ours": tfkfac.LossScaleOptimizer,
 }
 
 
 @pytest.mark.parametrize(
-    ("scaler", "on_epoch"), [("none", False), ("Keras'", True), ("ours", False)]
+    ("scaler", "on_epoch"), [("none", False), ("ours", True)]
 )
 def test_all_weights_are_averaged(scaler: str, on_epoch: bool) -> None:
     """All weights are averaged alike, in evaluations and at the end."""
@@ -225,34 +214,6 @@ def test_all_weights_are_averaged(scaler: str, on_epoch: bool) -> None:
     close(model.get_weights(), last)
 
 
-def test_averages_outside_of_fit() -> None:
-    """Averages are used in `evaluate` and `predict`.
-
-    Keras' callback restores the weights after `evaluate` only.
-    """
-    model, (x, y) = mlp(), data(16)
-    model.compile(averaging(), loss(), run_eagerly=True)
-    batches = []
-    for _ in range(3):
-        model.train_on_batch(x, y)
-        batches.append(model.get_weights())
-    plain, inside = model.evaluate(x, y, verbose=0), []
-    swap = keras.callbacks.SwapEMAWeights()
-    seen = keras.callbacks.LambdaCallback(
-        on_test_batch_end=lambda *_, **__: inside.append(model.get_weights()),
-        on_predict_batch_end=lambda *_, **__: inside.append(
-            model.get_weights()
-        ),
-    )
-    for _ in range(2):  # with the same callbacks
-        assert model.evaluate(x, y, verbose=0, callbacks=[swap, seen]) != plain
-        close(model.get_weights(), batches[-1])
-    model.predict(x, verbose=0, callbacks=[swap, seen])
-    assert len(inside) == 3
-    for weights in inside:
-        close(weights, average_of(batches))
-
-
 def test_the_rest_optimizer_averages_as_the_inner() -> None:
     names = "use_ema", "ema_momentum", "ema_overwrite_frequency"
     inner = functools.partial(SGD, 0.1, use_ema=True, ema_momentum=0.75)
@@ -271,9 +232,7 @@ def test_the_rest_optimizer_averages_as_the_inner() -> None:
         # Averages that are not used may differ.
         tfkfac.KFAC(SGD(0.1, ema_momentum=0.5), rest_optimizer=Adam(0.01))
     for ours, rest in (
-        (inner(), Adam(0.01)),
         (inner(), inner(ema_momentum=0.5)),
-        (inner(), inner(ema_overwrite_frequency=None)),
         (SGD(0.1), Adam(0.01, use_ema=True)),
     ):
         with pytest.warns(UserWarning, match=f"Received.*'{rest.name}' with"):

@@ -18,7 +18,6 @@ import tfkfac
 from tests.support.dtypes import floats
 from tests.support.graphs import optimized_nodes
 from tests.support.harness import randomize
-from tests.support.marks import with_slow
 from tests.support.reference import Array, inverse_root
 from tests.support.small import gradients_of
 
@@ -145,45 +144,17 @@ def ordinary(model: Any, **options: Any) -> Any:
     return model.train_on_batch
 
 
-def clipped(model: Any) -> Any:
-    """A custom loop that clips the gradients."""
-    kfac = optimizer().attach(model)
-
-    @tf.function(autograph=False)
-    def train(x: Any, y: Any) -> None:
-        gradients = gradients_of(model, x, y, mean_loss)
-        clipped = [tf.clip_by_norm(g, 0.1) for g in gradients]
-        kfac.apply(clipped, model.trainable_variables)
-
-    return lambda x, y: train(tf.constant(x), tf.constant(y))
-
-
-def accumulated(model: Any) -> Any:
-    return ordinary(model, gradient_accumulation_steps=2)
-
-
 def spectral(model: Any) -> Any:
     return ordinary(model, step="spectral")
 
 
-def shared() -> Any:
-    layer = layers.Dense(INPUTS, "tanh", name="first")
-    i = keras.Input((INPUTS,))
-    model = keras.Model(i, layers.Dense(OUTPUTS, name="third")(layer(layer(i))))
-    randomize(model)
-    return model
-
-
 CASES: dict[str, tuple[Any, Any, set[str]]] = {
     "sequences": (sequences, ordinary, {"first", "second"}),
-    "clipped by the user": (network, clipped, set()),
-    "a shared layer": (shared, ordinary, set()),
-    "accumulation": (network, accumulated, set()),
     "spectral steps": (network, spectral, {"first", "second"}),
 }
 
 
-@pytest.mark.parametrize("case", with_slow(CASES, *[*CASES][1:-1]))
+@pytest.mark.parametrize("case", CASES)
 def test_pruned_products(case: str) -> None:
     """The tape's product is pruned where rows are used; steps are equal."""
     make, prepare, pruned = CASES[case]

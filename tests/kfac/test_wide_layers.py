@@ -1,7 +1,6 @@
 """Layers with large factors."""
 
 import functools
-import tracemalloc
 from typing import Any
 
 import keras
@@ -17,12 +16,9 @@ from tests.support.small import kfac_of
 from tests.support.summaries import bind, blocks_of, leftovers_of, sequential
 from tfkfac.blocks import registry
 from tfkfac.blocks.dense import DenseBlock
-from tfkfac.blocks.registry import build_registry
 from tfkfac.factors import Dense, Factor
 from tfkfac.factors.low_rank import probes
 from tfkfac.kfac import method
-from tfkfac.kfac.averages import Decomposition, FactorAverages
-from tfkfac.solvers.registry import make_solver
 
 
 def wide() -> Any:
@@ -84,15 +80,6 @@ def test_limits(
             model = sequential(make(1), shape=(2, size - 1))
             (row,) = blocks_of(bind(model, **arguments)).values()
             assert row[1] == f"{size} x {size}{suffix}"
-
-
-def test_bytes_of_a_sketch() -> None:
-    model = sequential(layers.Dense(2, name="wide"), shape=(30000,))
-    optimizer = bind(model, step="natural")
-    model.train_on_batch(np.ones((4, 30000)), np.ones((4, 2)))
-    sketch, basis, scale = 64 * 30002, 64 * 30001, 1
-    size = 4 * (sketch + basis + scale + 2 * 2**2)
-    assert optimizer.state_bytes()["total"] == size
 
 
 class Unlimited(tfkfac.blocks.MatrixBlock):
@@ -174,24 +161,6 @@ def test_step_by_its_definition(
 
 
 # ------------------------------------------------------------------ memory
-@pytest.mark.parametrize("solver", ["inverse", "eigen"])
-def test_large_state_is_not_created_in_numpy(solver: str) -> None:
-    """Large state is created by TensorFlow, not first in NumPy."""
-    model = sequential(layers.Dense(3), shape=(999,))
-    (block,) = build_registry(model, ()).blocks
-    tracemalloc.start()
-    members = {0: block}
-    averages = FactorAverages(members, ["A", "G"])
-    decomposition = Decomposition(members, make_solver(solver), tf.bfloat16)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 1000**2
-    a = averages.averages[0]
-    assert a.dtype == tf.float32
-    assert not np.asarray(a).any()
-    inverse = decomposition.tensors[decomposition.names.index("A")]
-    assert inverse.dtype == tf.bfloat16
-    np.testing.assert_array_equal(tf.cast(inverse, "float32"), [np.eye(1000)])
 
 
 @pytest.mark.slow

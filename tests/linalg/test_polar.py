@@ -6,6 +6,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.reference import Array
 from tfkfac.linalg.polar import polar_factors
@@ -37,18 +39,36 @@ def factors(
     return [np.array(result, "float64") for result in results]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "iterations", "tolerance"),
-    [("float32", 7, 1e-5), ("float64", 12, 1e-11)],
-)
-def test_by_singular_values(
-    dtype: str, iterations: int, tolerance: float
-) -> None:
-    shapes = [(5, 5), (9, 4), (4, 9), (3, 6, 4), (2, 3, 4, 6), (70, 40)]
-    matrices = [matrix(*shape) for shape in shapes]
-    results = factors(*matrices, iterations=iterations, dtype=dtype)
+@settings(deadline=None, max_examples=20, derandomize=True)
+@given(data=st.data())
+def test_by_singular_values(data: Any) -> None:
+    """Of blocks of columns of stacks, at any scale; zeros stay zero."""
+    shapes = [
+        (
+            *data.draw(st.sampled_from([(), (2,), (2, 3)])),
+            data.draw(st.integers(1, 40)),
+            data.draw(st.integers(1, 40)),
+        )
+        for _ in range(2)
+    ]
+    scale = data.draw(st.sampled_from([1e-15, 1.0, 1e15]))
+    block = data.draw(st.sampled_from([None, 1, 10, 32]))
+    dtype = data.draw(st.sampled_from(["float32", "float64"]))
+    matrices = [scale * matrix(*shape) for shape in shapes]
+    zeros = np.zeros(shapes[0])
+    *results, zero = factors(
+        *matrices, zeros, block=block, iterations=12, dtype=dtype
+    )
+    assert not zero.any()
     for result, x in zip(results, matrices, strict=True):
-        np.testing.assert_allclose(result, by_svd(x), atol=tolerance)
+        columns = x.shape[-1]
+        # As many blocks as needed, of equal widths up to one column.
+        width = (
+            columns if block is None else -(-columns // -(-columns // block))
+        )
+        for start in range(0, columns, width):
+            part = np.s_[..., start : start + width]
+            np.testing.assert_allclose(result[part], by_svd(x[part]), atol=1e-5)
 
 
 @pytest.mark.parametrize("iterations", [5, 7, 12])
@@ -95,51 +115,3 @@ def test_in_tensor_float_32(iterations: int, most: float) -> None:
         results = factors(*matrices, iterations=iterations)
     for result in results:
         assert 0.8 < np.linalg.norm(result, 2) < most
-
-
-@pytest.mark.parametrize(
-    ("columns", "block", "width"),
-    [
-        (32, 32, 32),
-        (48, 32, 24),
-        (10, 32, 10),
-        (37, 32, 19),  # a prime: the last block is padded by one column
-        (101, 10, 10),
-        (5, 1, 1),
-    ],
-)
-def test_blocks_of_columns(columns: int, block: int, width: int) -> None:
-    matrices = [matrix(45, columns), matrix(2, 30, columns)]
-    results = factors(*matrices, block=block, iterations=12, dtype="float64")
-    for result, x in zip(results, matrices, strict=True):
-        for start in range(0, columns, width):
-            part = np.s_[..., start : start + width]
-            want = by_svd(x[part])
-            np.testing.assert_allclose(result[part], want, atol=1e-6)
-
-
-def test_vectors_are_divided_by_their_norm() -> None:
-    vectors = [matrix(1, 9), matrix(9, 1), matrix(3, 4, 1)]
-    vectors.append(1e-15 * matrix(1, 5))
-    results = factors(*vectors, iterations=1)
-    for result, vector in zip(results, vectors, strict=True):
-        norm = np.linalg.norm(vector, axis=(-2, -1), keepdims=True)
-        np.testing.assert_allclose(result, vector / norm, rtol=1e-6)
-
-
-@pytest.mark.parametrize("scale", [1e-15, 1e15])
-def test_scale_does_not_matter(scale: float) -> None:
-    x = matrix(6, 4)
-    results = factors(scale * x, x, iterations=5)
-    np.testing.assert_allclose(*results, atol=1e-5)
-
-
-def test_zeros_stay_zero() -> None:
-    """Also in a stack with nonzero matrices."""
-    x = matrix(2, 6, 4)
-    x[0] = 0
-    (result,) = factors(x)
-    assert not result[0].any()
-    np.testing.assert_allclose(result[1], by_svd(x[1]), atol=1e-5)
-    zeros = np.zeros((3, 1)), np.zeros((4, 4)), np.zeros((1, 3))
-    assert not any(result.any() for result in factors(*zeros))

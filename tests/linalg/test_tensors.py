@@ -53,16 +53,12 @@ def test_finite(dtype: str) -> None:
         assert not bool(check([fine, values]))
         assert not bool(check([values, fine]))
         np.testing.assert_array_equal(are_finite([fine, values]), [True, False])
-
-
-def test_tensors_are_checked_separately() -> None:
-    """Infinities do not cancel, sums do not overflow, dtypes may differ."""
-    assert not bool(all_finite([tf.constant(INF), tf.constant(-INF)]))
-    assert bool(all_finite([tf.constant(3e38)] * 5))
-    fine = [tf.ones([2], dtype) for dtype in ("float32", "float64")]
-    assert bool(all_finite(fine))
-    assert not bool(all_finite([*fine, tf.constant(NAN, tf.float16)]))
-    assert bool(all_finite([tf.fill([99], tf.constant(6e4, tf.float16))]))
+    # Infinities do not cancel, sums do not overflow, dtypes may differ.
+    count = 99 if dtype == "float16" else 1
+    large = tf.fill([count], tf.cast(0.9 * fine.dtype.max, dtype))
+    assert bool(check([large] * 5))
+    assert bool(check([fine, tf.ones([2], "float32")]))
+    assert not bool(check([fine, tf.constant([INF]), tf.constant([-INF])]))
 
 
 # --------------------------------------------------------------- flat vectors

@@ -143,37 +143,9 @@ def outputs_and_jacobians(
     return found
 
 
-def squares(model: Any, x: Any, y: Any) -> Rows:
-    """Return rows and residuals of the mean of `(z - y)^2`."""
-
-    def rows(point: Array) -> tuple[Array, Array]:
-        ((output, jacobian),) = outputs_and_jacobians(model, x, point)
-        root = np.sqrt(2 / output.size)
-        errors = output - np.reshape(y, output.shape)
-        return root * jacobian.reshape(errors.size, -1), root * errors.ravel()
-
-    return rows
-
-
 def second(
     function: Callable[[Array], Array], point: Array, direction: Array
 ) -> Array:
     """Return the second derivative by central differences of step 0.1."""
     there, back = (function(point + s * direction) for s in (0.1, -0.1))
     return (there - 2 * function(point) + back) / 0.01
-
-
-def squares_pull(model: Any, x: Any) -> Pull:
-    """Return the pull of a mean squared error of one output."""
-
-    def output(point: Array) -> Array:
-        set_flat(model, point)
-        return np.array(model(x, training=True), float)
-
-    def pull(point: Array, direction: Array) -> Array:
-        derivative = second(output, point, direction)
-        ((_, jacobian),) = outputs_and_jacobians(model, x, point)
-        rows = jacobian.reshape(-1, jacobian.shape[-1])
-        return rows.T @ derivative.ravel() * 2 / derivative.size
-
-    return pull

@@ -95,10 +95,3 @@ def functions_of(node: Any) -> set[str]:
     values = node.attr.values()
     lists = [f.name for value in values for f in value.list.func]
     return {node.op, *(value.func.name for value in values), *lists}
-
-
-def called(node: Any) -> str | None:
-    """The function that a node of a `GraphDef` calls, if it is a call."""
-    if node.op.endswith("PartitionedCall"):
-        return str(node.attr["f"].func.name)
-    return str(node.op) if node.op.startswith("__inference_") else None

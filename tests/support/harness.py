@@ -31,12 +31,6 @@ SLOPES: dict[str | None, Callable[[Array], Array]] = {
     "sigmoid": lambda out: out * (1.0 - out),
     "relu": lambda out: (out > 0).astype(float),
 }
-CURVES: dict[str | None, Callable[[Array], Array]] = {
-    None: lambda z: z,
-    "tanh": np.tanh,
-    "sigmoid": lambda z: 1.0 / (1.0 + np.exp(-z)),
-    "relu": lambda z: np.maximum(z, 0.0),
-}
 
 
 def randomize(model: Any) -> None:

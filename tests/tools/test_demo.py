@@ -15,8 +15,8 @@ from targets import recording
 ROOT = pathlib.Path(__file__).parents[2]
 TOOLS = ROOT / "tools"
 LINE = re.compile(
-    r"^(K-FAC|Adam) +(\d+) steps +([\d.]+) processor seconds \(([\d.]+) on the "
-    r"clock\)  squared error of an image +([\d.]+)$",
+    r"^(KFAC\(\)|Adam) +(\d+) steps +([\d.]+) processor seconds \(([\d.]+) on "
+    r"the clock\)  squared error of an image +([\d.]+)$",
     re.MULTILINE,
 )
 
@@ -64,6 +64,6 @@ def test_as_long_for_both() -> None:
     )
     shown = done.stdout
     *_, kfac, _, _, _, adam = LINE.findall(shown)
-    assert (kfac[0], adam[0]) == ("K-FAC", "Adam")
+    assert (kfac[0], adam[0]) == ("KFAC()", "Adam")
     assert float(adam[2]) == pytest.approx(float(kfac[2]), rel=0.05)
     assert float(kfac[4]) < float(adam[4])

@@ -103,8 +103,11 @@ def test_build(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "search" / "search_index.js").exists()
     assert (tmp_path / "examples" / "tour.ipynb").exists()
+    tour = (tmp_path / "examples" / "tour.ipynb.html").read_text()
+    assert 'src="data:image/png;base64,' in tour
     page = (tmp_path / "optimizers" / "kfac.html").read_text()
     assert "tfkfac.KFAC.summary" in page  # by inheritance
+    assert "tfkfac.KFAC.count_steps" not in page  # not for users
     # Nothing is loaded from elsewhere; the search works in local files.
     assert 'src="../assets/iframe-worker.js"' in page
     assert not re.findall(r'(?:src|link[^>]* href)="(?:https?:)?//', page)

@@ -26,7 +26,6 @@ from tfkfac.blocks.rows import (
     RowGradient,
     Rows,
     Statistic,
-    average_positions,
     weigh,
     with_shape,
 )
@@ -197,7 +196,19 @@ class Block(abc.ABC):
             return Statistic(factor.gram(means), count)
         a, count = weigh(a, weights, self.dtype)
         if sharing != "expand":
-            a, count = average_positions(a, weights, self.dtype)
+            # Mean over the positions of each example; count examples.
+            if weights is None:
+                a = tf.reduce_mean(a, 1, keepdims=True)
+                count = tf.cast(tf.shape(a)[0], self.dtype)
+            else:
+                positions = tf.reduce_sum(weights, 1)
+                ones = [1] * (a.shape.rank - 1)
+                shape = tf.concat([tf.shape(positions), ones], 0)
+                a = tf.math.divide_no_nan(
+                    tf.reduce_sum(a, 1, keepdims=True),
+                    tf.reshape(positions, shape),
+                )
+                count = tf.reduce_sum(tf.cast(positions > 0, self.dtype))
         return Statistic(factor.gram(a), count)
 
     def output_statistic(self, g: Any, sharing: str) -> tf.Tensor:

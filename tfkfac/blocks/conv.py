@@ -170,9 +170,7 @@ class SeparableDepthwiseBlock(DepthwiseConvBlock):
         pointwise = self.layer.pointwise_kernel
         pointwise = tf.reshape(pointwise, [-1, pointwise.shape[-1]])
         return tf.matmul(
-            super()._gradients(gradient),
-            self.cast(pointwise),
-            transpose_b=True,
+            super()._gradients(gradient), self.cast(pointwise), transpose_b=True
         )
 
 

@@ -115,7 +115,7 @@ class SameChannelPairs(AllChannelPairs):
     ) -> list[tf.Tensor]:
         """Depthwise filter gradients `(*size, channels, 1)` of outputs."""
         sizes = tf.convert_to_tensor([*size, size_of(images, -1), 1])
-        return [
+        gradients = [
             tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
                 input=images,
                 filter_sizes=sizes,
@@ -125,6 +125,9 @@ class SameChannelPairs(AllChannelPairs):
             )
             for output in outputs
         ]
+        # TensorFlow does not initialise the result of an empty batch.
+        is_empty = tf.equal(tf.shape(images)[0], 0)
+        return [tf.where(is_empty, tf.zeros_like(g), g) for g in gradients]
 
     @override
     def as_factor(self, products: tf.Tensor) -> tf.Tensor:
@@ -158,11 +161,27 @@ def patch_gram(images: tf.Tensor, geometry: Geometry, bias: bool) -> Statistic:
     The elements of a patch have the order `(kernel size..., channels)`,
     followed by a 1 if there is a bias.
     """
-    window, pairs = _window(images, geometry), AllChannelPairs()
+    size, strides = geometry.size, geometry.strides
+    if max(strides) == 1 and _is_large(images.shape[1:3], size):
+        window = _unpadded(images, geometry)
+    else:
+        # Convert to stride 1 by a space-to-depth reshape.
+        image, outputs = fit(images, geometry)
+        small = _in_strides(geometry)
+        cells = [n + k - 1 for n, k in zip(outputs, small, strict=True)]
+        folded = _fold(image, cells, strides)
+        window = Window(folded, small, [(0, 0)] * 2, outputs)
+    pairs = AllChannelPairs()
     statistic = _statistic(pairs, _products(pairs, window), window, bias)
-    if max(geometry.strides) == 1:
+    if max(strides) == 1:
         return statistic
-    order = _element_order(geometry, images.shape[-1])
+    # Indices of patch elements in the patch after space-to-depth.
+    shape = [*_in_strides(geometry), *geometry.strides, images.shape[-1]]
+    indices = np.arange(np.prod(shape)).reshape(shape)
+    indices = indices.transpose(0, 2, 1, 3, 4)
+    (rows, height, columns, width, channels) = indices.shape
+    indices = indices.reshape(rows * height, columns * width, channels)
+    order = indices[: geometry.size[0], : geometry.size[1]].ravel()
     if bias:
         order = np.append(order, statistic.total.shape[0] - 1)
     total = tf.gather(tf.gather(statistic.total, order), order, axis=1)
@@ -201,7 +220,18 @@ def _statistic(
     total, (height, width) = pairs.as_factor(products), window.outputs
     count = tf.cast(tf.shape(window.images)[0] * height * width, total.dtype)
     if bias:
-        sums = pairs.as_row(_patch_sum(window))
+        # Sum of all patches: the filter gradient for outputs of ones.
+        image = tf.reduce_sum(window.images, 0, keepdims=True)
+        (top, bottom), (left, right) = window.padding
+        patch_sum = tf.raw_ops.Conv2DBackpropFilter(
+            input=image,
+            filter_sizes=[*window.size, size_of(image, -1), 1],
+            out_backprop=tf.ones([1, *window.outputs, 1], image.dtype),
+            strides=[1, window.stride, window.stride, 1],
+            padding="EXPLICIT",
+            explicit_paddings=[0, 0, top, bottom, left, right, 0, 0],
+        )
+        sums = pairs.as_row(patch_sum[..., 0])
         total = tf.concat([total, sums[..., None, :]], -2)
         last = tf.zeros_like(sums[..., :1]) + count
         column = tf.concat([sums, last], -1)
@@ -260,17 +290,6 @@ def _edge_cost(cells: int, outputs: int, kernel: int) -> float:
 
 
 # ---------------------------------------------------- padding and strides
-def _window(images: tf.Tensor, geometry: Geometry) -> Window:
-    """Convert a convolution to stride 1 by a space-to-depth reshape."""
-    size, strides = geometry.size, geometry.strides
-    if max(strides) == 1 and _is_large(images.shape[1:3], size):
-        return _unpadded(images, geometry)
-    image, outputs = fit(images, geometry)
-    small = _in_strides(geometry)
-    blocks = [n + k - 1 for n, k in zip(outputs, small, strict=True)]
-    return Window(_fold(image, blocks, strides), small, [(0, 0)] * 2, outputs)
-
-
 def _in_strides(geometry: Geometry) -> list[int]:
     """Size of a kernel in units of strides, rounded up."""
     pairs = zip(geometry.size, geometry.strides, strict=True)
@@ -307,39 +326,25 @@ def _fold(
     return tf.reshape(image, [batch, rows, columns, height * width * channels])
 
 
-def _element_order(geometry: Geometry, channels: int) -> np.ndarray:
-    """Indices of patch elements in the patch after space-to-depth."""
-    shape = [*_in_strides(geometry), *geometry.strides, channels]
-    indices = np.arange(np.prod(shape)).reshape(shape)
-    indices = indices.transpose(0, 2, 1, 3, 4)
-    (rows, height, columns, width, _) = indices.shape
-    indices = indices.reshape(rows * height, columns * width, channels)
-    return indices[: geometry.size[0], : geometry.size[1]].ravel()
-
-
 # --------------------------------------------------------------- stride 1
 def _products(pairs: AllChannelPairs, window: Window) -> tf.Tensor:
     """Products of all pairs of offsets, in the shape of `patch_products`."""
+    height, width = window.size
     shifts = pairs.correlation(window.images, window.size)
-    total = _expand_shifts(shifts, window.size)
+    # Expand the autocorrelation to all pairs of kernel offsets.
+    down, right = (i.ravel() for i in np.indices((height, width)))
+    down = down - down[:, None] + height - 1
+    right = right - right[:, None] + width - 1
+    channels = [-1 if n is None else n for n in shifts.shape[2:]]
+    flat = tf.reshape(shifts, [(2 * height - 1) * (2 * width - 1), *channels])
+    total = tf.gather(flat, down * (2 * width - 1) + right)
+    total = tf.reshape(total, [*window.size, *window.size, *channels])
     # Only the top and bottom edges include the corners, by full padding.
     full = (window.size[1] - 1, window.size[1] - 1)
     for axis, padding in ((0, full), (1, window.padding[0])):
         for at_end in (False, True):
             total = _subtract_edge(pairs, total, window, axis, padding, at_end)
     return total
-
-
-def _expand_shifts(shifts: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
-    """Expand the autocorrelation to all pairs of kernel offsets."""
-    height, width = size
-    down, right = (i.ravel() for i in np.indices((height, width)))
-    down = down - down[:, None] + height - 1
-    right = right - right[:, None] + width - 1
-    channels = [-1 if n is None else n for n in shifts.shape[2:]]
-    flat = tf.reshape(shifts, [(2 * height - 1) * (2 * width - 1), *channels])
-    products = tf.gather(flat, down * (2 * width - 1) + right)
-    return tf.reshape(products, [*size, *size, *channels])
 
 
 def _subtract_edge(
@@ -373,18 +378,3 @@ def _subtract_edge(
             paddings[i] = [0, outside] if at_end else [outside, 0]
         total -= tf.pad(products[tuple(index)], paddings)
     return total
-
-
-def _patch_sum(window: Window) -> tf.Tensor:
-    """Sum of all patches: the filter gradient for outputs of ones."""
-    image = tf.reduce_sum(window.images, 0, keepdims=True)
-    (top, bottom), (left, right) = window.padding
-    sums = tf.raw_ops.Conv2DBackpropFilter(
-        input=image,
-        filter_sizes=[*window.size, size_of(image, -1), 1],
-        out_backprop=tf.ones([1, *window.outputs, 1], image.dtype),
-        strides=[1, window.stride, window.stride, 1],
-        padding="EXPLICIT",
-        explicit_paddings=[0, 0, top, bottom, left, right, 0, 0],
-    )
-    return sums[..., 0]

@@ -138,24 +138,15 @@ class Patches:
     All patches of a batch take many times the memory of the images, 27 times
     for a kernel of size 3 x 3 x 3. So all sums gather slices of the rows, one
     after the other, without a padded copy of the images.
-
-    Attributes:
-        images: Images `(batch, *cells, channels)`.
-        geometry: Geometry of the convolution.
-        dtype: Dtype of the rows.
-        groups: Number of groups of channels; 0 if rows have no group axis.
-        bias: True to append a one to each row.
-        images_per_example: Number of images of an example. Defaults to 1.
-        weights: Weights of the rows, 1 or 0. Defaults to None, for 1.
     """
 
-    images: tf.Tensor
+    images: tf.Tensor  # `(batch, *cells, channels)`
     geometry: Geometry
-    dtype: tf.DType
-    groups: int = 0
-    bias: bool = False
+    dtype: tf.DType  # of the rows
+    groups: int = 0  # of channels; 0 if rows have no group axis
+    bias: bool = False  # True to append a one to each row
     images_per_example: int | tf.Tensor = 1
-    weights: tf.Tensor | None = None
+    weights: tf.Tensor | None = None  # of the rows, 1 or 0; None for 1
 
     @property
     def examples(self) -> Any:

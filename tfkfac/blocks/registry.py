@@ -153,10 +153,7 @@ def _blocks_of(
     limits: tuple[Limit, Limit],
     without: tuple[type[Block], ...],
 ) -> tuple[list[Block], str | None]:
-    """Create the blocks of a layer and remove their weights from `remaining`.
-
-    Also returns the reason if the layer has uncovered weights.
-    """
+    """Create the blocks of a layer; also return why weights are uncovered."""
     blocks: list[Block] = []
     excluded: str | None = None
     outer = node.distributor
@@ -169,8 +166,8 @@ def _blocks_of(
             reason = reason or TimeDistributedBlock.unsupported(outer)
         if reason is not None:
             return blocks, excluded or reason
-        parent, slash, name = node.path.rpartition("/")
-        path = f"{parent}{slash}{prefix}{name}"
+        parent, slash, own_name = node.path.rpartition("/")
+        path = f"{parent}{slash}{prefix}{own_name}"
         try:
             block = block_class(node.layer, path)
         except AttributeError as error:
@@ -185,29 +182,20 @@ def _blocks_of(
             continue
         if outer is not None:
             block = TimeDistributedBlock(outer, block)
-        reason = _reason_to_skip(block, remaining, limit)
-        if reason is not None:
+        if not all(id(v) in remaining for v in block.variables):
+            reason = "kernel frozen or shared with another layer"
             return blocks, excluded or reason
+        for name, factor in block.factors.items():
+            # Check the size here, as a custom block may ignore `self.limit`.
+            if limit.exceeded(factor.whole_size):
+                return blocks, excluded or (
+                    f"factor {name} of {factor.text} exceeds "
+                    f"max_factor_dim={limit.size}"
+                )
         blocks.append(block)
         for variable in block.variables:
             del remaining[id(variable)]
     return blocks, excluded
-
-
-def _reason_to_skip(
-    block: Block, remaining: dict[int, keras.Variable], limit: Limit
-) -> str | None:
-    """Return why a block cannot be used, or None."""
-    if not all(id(v) in remaining for v in block.variables):
-        return "kernel frozen or shared with another layer"
-    for name, factor in block.factors.items():
-        # Check the size here, as a custom block may ignore `self.limit`.
-        if limit.exceeded(factor.whole_size):
-            return (
-                f"factor {name} of {factor.text} exceeds "
-                f"max_factor_dim={limit.size}"
-            )
-    return None
 
 
 def count_weights(variables: Sequence[keras.Variable]) -> int:
@@ -250,6 +238,7 @@ BLOCKS: dict[type[keras.layers.Layer], BlockTypes] = {
     keras.layers.RMSNormalization: {"": NormalizationBlock},
     keras.layers.PReLU: {"": PReLUBlock},
 }
+"""Block classes of each layer class, by the suffix of their path."""
 # Normalisation layers of keras-hub: RMS of the last axis, with a scale only.
 _RMS_OF_KERAS_HUB = (
     "EdRecRMSNormalization",
@@ -385,7 +374,18 @@ def register_block(
             f"Received: like={like!r}, block={block!r}"
         )
     if block is not None:
-        _check_block(block)
+        if not _is_class(block, Block):
+            raise TypeError(
+                "Argument `block` must be a subclass of `tfkfac.blocks.Block`. "
+                f"Received: block={block!r}"
+            )
+        missing = sorted(getattr(block, "__abstractmethods__", ()))
+        missing += [] if hasattr(block, "kind") else ["kind"]
+        if missing:
+            raise TypeError(
+                "Argument `block` must define all attributes of a block. "
+                f"Received: block={block!r}, which lacks {', '.join(missing)}"
+            )
         types: BlockTypes | None = {"": block}
     else:
         types = _types_of_class(like) if isinstance(like, type) else None
@@ -396,21 +396,6 @@ def register_block(
             f"{', '.join(names)}. Received: like={like!r}"
         )
     _registered[layer_class] = types
-
-
-def _check_block(block: Any) -> None:
-    if not _is_class(block, Block):
-        raise TypeError(
-            "Argument `block` must be a subclass of `tfkfac.blocks.Block`. "
-            f"Received: block={block!r}"
-        )
-    missing = sorted(getattr(block, "__abstractmethods__", ()))
-    missing += [] if hasattr(block, "kind") else ["kind"]
-    if missing:
-        raise TypeError(
-            "Argument `block` must define all attributes of a block. "
-            f"Received: block={block!r}, which lacks {', '.join(missing)}"
-        )
 
 
 def _is_class(value: Any, base: type) -> bool:

@@ -81,24 +81,6 @@ def weigh(
     return a, tf.reduce_sum(weights)
 
 
-def average_positions(
-    a: tf.Tensor, weights: tf.Tensor | None, dtype: tf.DType
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean over the positions of each example, and number of examples."""
-    if weights is None:
-        return (
-            tf.reduce_mean(a, 1, keepdims=True),
-            tf.cast(tf.shape(a)[0], dtype),
-        )
-    positions = tf.reduce_sum(weights, 1)
-    ones = [1] * (a.shape.rank - 1)
-    shape = tf.concat([tf.shape(positions), ones], 0)
-    mean = tf.math.divide_no_nan(
-        tf.reduce_sum(a, 1, keepdims=True), tf.reshape(positions, shape)
-    )
-    return mean, tf.reduce_sum(tf.cast(positions > 0, dtype))
-
-
 def fold_positions(tensor: tf.Tensor) -> tf.Tensor:
     """Reshape `(batch, ..., features)` to `(batch, shared, features)`.
 

@@ -172,8 +172,7 @@ class BatchSettings(NamedTuple):
 
 
 def batch_statistics(
-    layers: Mapping[K, tuple[Block, Sequence[Record]]],
-    settings: BatchSettings,
+    layers: Mapping[K, tuple[Block, Sequence[Record]]], settings: BatchSettings
 ) -> dict[K, dict[str, Statistic]]:
     """Compute the factors of one batch from all calls of each layer.
 
@@ -205,7 +204,20 @@ def batch_statistics(
                 statistics.append(_sums(block, record, settings))
             else:
                 statistics.append(_shared_sums(block, record, settings, key))
-        results[layer] = _pool(block, statistics)
+        # Add up the statistics of all calls of the layer.
+        shapes, pooled = block.factor_shapes, {}
+        for name in statistics[0]:
+            calls = [call[name] for call in statistics]
+            for call in calls:
+                call.total.set_shape(shapes[name])
+            # All calls contribute to the same loss terms: do not add their
+            # counts of terms, only the counts of rows in A.
+            count = calls[-1].count
+            if name == "A":
+                count = _sum_tensors([call.count for call in calls])
+            total = _sum_tensors([call.total for call in calls])
+            pooled[name] = Statistic(total, count)
+        results[layer] = pooled
     return results
 
 
@@ -222,24 +234,6 @@ def _trace_key(
     if subsample is not None:
         subsample = subsample._replace(offset=None)
     return key._replace(key=(key.key, rank, settings.sharing, subsample))
-
-
-def _pool(
-    block: Block, calls: Sequence[dict[str, Statistic]]
-) -> dict[str, Statistic]:
-    """Add up the statistics of all calls of a layer."""
-    shapes, pooled = block.factor_shapes, {}
-    for name in calls[0]:
-        statistics = [call[name] for call in calls]
-        for statistic in statistics:
-            statistic.total.set_shape(shapes[name])
-        total = _sum_tensors([statistic.total for statistic in statistics])
-        # All calls contribute to the same loss terms: do not add their counts.
-        count = statistics[-1].count
-        if name == "A":
-            count = _sum_tensors([statistic.count for statistic in statistics])
-        pooled[name] = Statistic(total, count)
-    return pooled
 
 
 def output_total(
@@ -415,8 +409,10 @@ def records_of(
 
     The candidates are the last pass of each call, all passes, and the first
     pass (as in TensorFlow's DCGAN tutorial). The applied gradients may differ
-    by a factor, for example after clipping. Also returns a scalar bool, True if
-    the records reproduce them; None if each call has one record.
+    by a factor, for example after clipping. The result is the first choice that
+    is equal, else the first that is parallel, else that of the smallest angle.
+    Also returns a scalar bool, False for that angle; None if each call has one
+    record.
     """
     if all(len(records) == 1 for records in calls):
         return [records[0] for records in calls], None
@@ -426,32 +422,8 @@ def records_of(
     all_passes = [1.0] * len(last_pass)
     choices = tf.constant([last_pass, all_passes, first_pass], block.dtype)
     recorded = [block.gradient(block.rows(r)) for r in chain(*calls)]
-    best, explains = _compare(recorded, block.to_matrix(gradients), choices)
-    weights = tf.split(choices[best], lengths)
-    merged = []
-    for records, chosen in zip(calls, weights, strict=True):
-        # Sum the gradients of the records whose weight is 1.
-        terms = [
-            tf.math.multiply_no_nan(r.gradient, tf.cast(w, r.gradient.dtype))
-            for r, w in zip(
-                records, tf.unstack(chosen, len(records)), strict=True
-            )
-        ]
-        merged.append(
-            dataclasses.replace(records[-1], gradient=tf.add_n(terms))
-        )
-    return merged, explains
-
-
-def _compare(
-    recorded: Sequence[tf.Tensor], gradient: tf.Tensor, choices: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Find the choice of records whose sum equals the applied gradient.
-
-    Returns the index of the first equal choice, else of the first parallel
-    choice, else of the smallest angle; and a bool, False for that angle.
-    """
-    rows = [tf.reshape(matrix, [1, -1]) for matrix in (*recorded, gradient)]
+    rows = [tf.reshape(x, [1, -1]) for x in recorded]
+    rows.append(tf.reshape(block.to_matrix(gradients), [1, -1]))
     matrix = tf.concat(rows, 0)
     products = tf.matmul(matrix, matrix, transpose_b=True)
     # Dot products of the sum s of chosen gradients and the gradient g.
@@ -470,4 +442,18 @@ def _compare(
     for flags in (parallel, same):
         first = tf.argmax(tf.cast(flags, tf.int32))
         best = tf.where(tf.reduce_any(flags), first, best)
-    return best, tf.reduce_any(tf.logical_or(same, parallel))
+    explains = tf.reduce_any(tf.logical_or(same, parallel))
+    weights = tf.split(choices[best], lengths)
+    merged = []
+    for records, chosen in zip(calls, weights, strict=True):
+        # Sum the gradients of the records whose weight is 1.
+        terms = [
+            tf.math.multiply_no_nan(r.gradient, tf.cast(w, r.gradient.dtype))
+            for r, w in zip(
+                records, tf.unstack(chosen, len(records)), strict=True
+            )
+        ]
+        merged.append(
+            dataclasses.replace(records[-1], gradient=tf.add_n(terms))
+        )
+    return merged, explains

@@ -60,8 +60,18 @@ class TimeDistributedBlock(Block):
         inputs = fold(record.inputs)
         gradient = fold(self.cast(record.gradient))
         mask = None if record.mask is None else fold(record.mask)
-        with paused():  # Taps must not record the recomputation.
-            gradient = self._before_activation(inputs, gradient)
+        inner = self._block.layer
+        activation = getattr(inner, "activation", None)
+        if activation not in (None, keras.activations.linear):
+            # Backpropagate the gradient through the activation.
+            with paused():  # Taps must not record the recomputation.
+                with overridden(inner, "activation", lambda _, z: z):
+                    z = inner.call(tf.cast(inputs, inner.variable_dtype))
+                z = self.cast(z)
+                with tf.GradientTape() as tape:
+                    tape.watch(z)
+                    out = activation(z)
+                gradient = tape.gradient(out, z, output_gradients=gradient)
         rows = self._block.rows(Record(inputs, gradient, mask))
         if "A" not in self.factors:
             # Blocks without A have one row per example: sum over time steps.
@@ -74,20 +84,6 @@ class TimeDistributedBlock(Block):
             mask,
             rows.gram,
         )
-
-    def _before_activation(self, inputs: Any, gradient: tf.Tensor) -> tf.Tensor:
-        """Backpropagate a gradient through the inner layer's activation."""
-        inner = self._block.layer
-        activation = getattr(inner, "activation", None)
-        if activation is None or activation is keras.activations.linear:
-            return gradient
-        with overridden(inner, "activation", lambda _, z: z):
-            z = inner.call(tf.cast(inputs, inner.variable_dtype))
-        z = self.cast(z)
-        with tf.GradientTape() as tape:
-            tape.watch(z)
-            out = activation(z)
-        return tape.gradient(out, z, output_gradients=gradient)
 
     @override
     def input_statistic(

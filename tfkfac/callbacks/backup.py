@@ -1,7 +1,9 @@
 """Backup and restoration of a training job on one or several workers."""
 
 import contextlib
+import hashlib
 import json
+import os
 import pathlib
 import re
 import signal
@@ -17,12 +19,6 @@ import keras
 import numpy as np
 from typing_extensions import override
 
-from tfkfac.callbacks.files import (
-    PARTIAL_PREFIX,
-    append_checksum,
-    replace_file,
-    verify_checksum,
-)
 from tfkfac.cluster.stopping import Stopping
 from tfkfac.cluster.waiting import print_line
 from tfkfac.compat.models import set_first_epoch, skip_batches
@@ -37,6 +33,10 @@ _MISSING = "is not there"  # fault of a backup that this worker cannot see
 _POSITION_GROUP = "chief_backup"
 _SETTINGS = "settings"  # dataset of the group with compressed JSON
 _NUM_KEPT_BACKUPS = 2
+_PARTIAL_PREFIX = ".writing-"  # prefix of incomplete files
+_DIGEST_MARK = b"\ntfkfac sha256 "
+_NUM_HEX_DIGITS = 64
+_CHUNK_BYTES = 2**20
 # Entries of an optimizer's description that may differ from a backup: results
 # of other entries, settings without effect on the training, and settings for
 # which loading converts the state.
@@ -177,10 +177,7 @@ class ChiefBackup(
         self._epoch, self._num_done = epoch, 0
 
     def _find_newest_valid(self) -> pathlib.Path | None:
-        """Return the newest undamaged backup, or None if there are no backups.
-
-        All workers return the same backup.
-        """
+        """Return the newest undamaged backup, equal on all workers, or None."""
         local = {"names": [path.name for path in self._backups()]}
         names = self._exchange(local, "backups")[0]["names"]
         faults: dict[str, str] = {}
@@ -256,14 +253,14 @@ class ChiefBackup(
             self._write(epoch + 1)
 
     def _write(self, epoch: int, batch: int = 0) -> bool:
-        """Write a backup from which `fit` resumes; return True on success.
-
-        Epochs and batches are counted from 0.
-        """
+        """Write a backup from which `fit` resumes; return True on success."""
         batch_name = f"_batch-{batch:09}" if batch else ""
         path = self.directory / f"epoch-{epoch:06}{batch_name}{_SUFFIX}"
 
-        def write(temporary: pathlib.Path) -> None:
+        # `path` is always the complete old or the complete new file.
+        temporary = path.with_name(f"{_PARTIAL_PREFIX}{path.name}")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
             self.model.save_weights(temporary, overwrite=True)
             with h5py.File(temporary, "a") as file:
                 group = file.create_group(_POSITION_GROUP)
@@ -272,12 +269,18 @@ class ChiefBackup(
                 group.attrs["format"] = FORMAT
                 text = zlib.compress(json.dumps(self._settings).encode())
                 group[_SETTINGS] = np.frombuffer(text, np.uint8)
-            append_checksum(temporary)
-
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            replace_file(path, write)
-        except (OSError, RuntimeError) as error:
+            # HDF5 ignores the bytes after the length that its header contains.
+            digest = _digest(temporary, temporary.stat().st_size)
+            with temporary.open("ab") as content:
+                content.write(_DIGEST_MARK + digest.encode())
+            _sync(temporary)
+            os.replace(temporary, path)
+            _sync(path.parent)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            if not isinstance(error, (OSError, RuntimeError)):
+                raise
             warnings.warn(
                 f"Epoch {epoch} cannot be backed up in "
                 f"'{self.directory}': {error}. The last backup stays.",
@@ -326,20 +329,19 @@ class ChiefBackup(
             self._stopping.request()
         if self._stopping.end_batch():
             self._sigterm_received = False
-            self._back_up_and_exit(num_done)
-
-    def _back_up_and_exit(self, batch: int) -> None:
-        """Back up after `batch` batches of an epoch, and exit all processes."""
-        get_optimizer(self).gather_state()
-        is_saved = self._is_chief and self._write(self._epoch, batch)
-        # Let all workers wait until worker 0 has written the backup.
-        chief, *_ = self._exchange({"saved": is_saved}, "leave")
-        outcome = "is backed up" if chief["saved"] else "ends, not backed up,"
-        print_line(
-            f"SIGTERM: training {outcome} after batch {batch} of epoch "
-            f"{self._epoch + 1}."
-        )
-        raise SystemExit(EXIT_CODE)
+            # Back up, and exit all processes.
+            get_optimizer(self).gather_state()
+            is_saved = self._is_chief and self._write(self._epoch, num_done)
+            # Let all workers wait until worker 0 has written the backup.
+            chief, *_ = self._exchange({"saved": is_saved}, "leave")
+            outcome = (
+                "is backed up" if chief["saved"] else "ends, not backed up,"
+            )
+            print_line(
+                f"SIGTERM: training {outcome} after batch {num_done} of epoch "
+                f"{self._epoch + 1}."
+            )
+            raise SystemExit(EXIT_CODE)
 
     @override
     def on_train_end(self, logs: Any = None) -> None:
@@ -349,7 +351,7 @@ class ChiefBackup(
 
     def _delete_partial_files(self) -> None:
         """Delete the incomplete files of a killed job."""
-        self._delete(self.directory.glob(f"{PARTIAL_PREFIX}*{_SUFFIX}"))
+        self._delete(self.directory.glob(f"{_PARTIAL_PREFIX}*{_SUFFIX}"))
 
     def _delete(self, paths: Iterable[pathlib.Path]) -> None:
         """Delete files; warn if deletion fails, for example of a directory."""
@@ -413,18 +415,21 @@ def _settings_of(optimizer: SecondOrderOptimizer) -> dict[str, Any]:
 def _check_backup(
     path: pathlib.Path, settings: dict[str, Any]
 ) -> dict[str, str]:
-    """Return a "checksum", a "fault", or the reason of a "refusal".
-
-    A backup of another version or with other `settings` is refused.
-    """
+    """Return a "checksum", a "fault", or the reason of a "refusal"."""
     try:
-        checksum = verify_checksum(path)
+        size = path.stat().st_size - len(_DIGEST_MARK) - _NUM_HEX_DIGITS
+        with path.open("rb") as content:
+            content.seek(max(size, 0))
+            tail = content.read()
+        if size < 0 or not tail.startswith(_DIGEST_MARK):
+            return {"fault": "has no checksum at its end"}
+        checksum = _digest(path, size)
     except FileNotFoundError:
         return {"fault": _MISSING}
     except OSError as error:
         return {"fault": f"cannot be read: {error}"}
-    except ValueError as error:
-        return {"fault": str(error)}
+    if tail.removeprefix(_DIGEST_MARK) != checksum.encode():
+        return {"fault": "does not have the content of its checksum"}
     try:
         with h5py.File(path, "r") as file:
             position = file[_POSITION_GROUP].attrs
@@ -451,3 +456,21 @@ def _check_backup(
         reason = f"is of another model or optimizer: {first_of(differences)}"
         return {"refusal": f"{reason}. {advice}"}
     return {"checksum": checksum}
+
+
+def _digest(path: pathlib.Path, size: int) -> str:
+    """Return the hexadecimal SHA-256 of the first `size` bytes of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for start in range(0, size, _CHUNK_BYTES):
+            digest.update(file.read(min(_CHUNK_BYTES, size - start)))
+    return digest.hexdigest()
+
+
+def _sync(path: pathlib.Path) -> None:
+    """Wait until a file, or the entries of a directory, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

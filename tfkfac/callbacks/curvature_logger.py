@@ -170,7 +170,11 @@ def layer_curvature(
     """
     if not all(np.all(np.isfinite(factor)) for factor in factors.values()):
         return math.nan, math.nan
-    spectra = [_spectrum(factor) for factor in factors.values()]
+    # Eigenvalues, clipped to at least 0; those of a diagonal are its elements.
+    spectra = [
+        x if x.ndim == 1 else np.maximum(np.linalg.eigvalsh(x), 0.0)
+        for x in (np.asarray(x, np.float64) for x in factors.values())
+    ]
     trace, largest, smallest = (
         functools.reduce(np.multiply, [reduce(s, axis=-1) for s in spectra])
         for reduce in (np.sum, np.max, np.min)
@@ -178,11 +182,3 @@ def layer_curvature(
     with np.errstate(divide="ignore"):
         condition = (np.max(largest) + damping) / (np.min(smallest) + damping)
     return float(np.sum(trace)), float(condition)
-
-
-def _spectrum(factor: np.ndarray) -> np.ndarray:
-    """Return the eigenvalues of a factor, clipped to at least 0."""
-    values = np.asarray(factor, np.float64)
-    if values.ndim == 1:
-        return values
-    return np.maximum(np.linalg.eigvalsh(values), 0.0)

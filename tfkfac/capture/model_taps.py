@@ -291,15 +291,11 @@ class BeforeTap(ModelTap[Values]):
 
 
 class MetricsDecision(NamedTuple):
-    """Flags that decide whether the metrics include the batch of a step.
+    """Flags that decide whether the metrics include the batch of a step."""
 
-    Attributes:
-        flag: Positive if the batch is excluded from the metrics.
-        loss_is_known: False if `compute_loss` did not compute the loss. Then
-            the batch is only excluded if a metric is not finite.
-    """
-
-    flag: tf.Variable
+    flag: tf.Variable  # positive if the batch is excluded from the metrics
+    # False if `compute_loss` did not compute the loss. Then the batch is only
+    # excluded if a metric is not finite.
     loss_is_known: bool
 
 

@@ -15,7 +15,7 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -180,7 +180,15 @@ class Tap:
                 stored[:] = [r for r in stored if not r.is_inner]
             stored.append(TimedRecord(call_time, time, result, is_inner))
 
-        with tapped_activation(layer, record) as activated:
+        activated: list[bool] = []
+
+        def tapped(activation: Below, z: tf.Tensor, /) -> tf.Tensor:
+            activated.append(True)
+            return activation(watch(z, record))
+
+        with contextlib.ExitStack() as stack:
+            if getattr(layer, "activation", None) is not None:
+                stack.enter_context(overridden(layer, "activation", tapped))
             outputs = below(*args, **kwargs)
         moments = self._moments.pop(replica, None)
         return outputs if activated else watch(outputs, record)
@@ -191,24 +199,6 @@ class Tap:
         if capturing():
             self._moments[replica_id()] = moments
         return moments
-
-
-@contextlib.contextmanager
-def tapped_activation(
-    layer: keras.layers.Layer, record: Recorder
-) -> Iterator[list[bool]]:
-    """Tap the input of an activation; yield a list, not empty once called."""
-    activated: list[bool] = []
-    if getattr(layer, "activation", None) is None:
-        yield activated
-        return
-
-    def tapped(activation: Below, z: tf.Tensor, /) -> tf.Tensor:
-        activated.append(True)
-        return activation(watch(z, record))
-
-    with overridden(layer, "activation", tapped):
-        yield activated
 
 
 def before_first_call(
@@ -275,11 +265,13 @@ def is_product(
         return False
     a, g = (_source(t) for t in pair)
     output = _source(gradient)
-    return (
-        a is _source(inputs)
-        and g is output
-        and all(_summand(_source(bias)) is output for bias in biases)
-    )
+    for bias in biases:
+        # A bias is a sum over all axes but the last.
+        operation = _source(bias).op
+        is_sum = operation.type in ("BiasAddGrad", "Sum")
+        if not is_sum or _source(operation.inputs[0]) is not output:
+            return False
+    return a is _source(inputs) and g is output
 
 
 def _factors(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
@@ -302,13 +294,6 @@ def _factors(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
     return a, g
 
 
-def _summand(tensor: tf.Tensor) -> tf.Tensor | None:
-    """Return x if a tensor sums x over all axes but the last, else None."""
-    if tensor.op.type in ("BiasAddGrad", "Sum"):
-        return _source(tensor.op.inputs[0])
-    return None
-
-
 def _source(tensor: tf.Tensor) -> tf.Tensor:
     """Follow identities and reshapes back to the source of a tensor.
 
@@ -319,19 +304,13 @@ def _source(tensor: tf.Tensor) -> tf.Tensor:
         operation = tensor.op
         if operation.type in _COPIES:
             tensor = operation.inputs[tensor.value_index]
-        elif (
-            operation.type == "Reshape"
-            or (operation.type == "Transpose" and _keeps_order(operation))
-            or (
-                operation.type == "Cast"
-                and operation.inputs[0].dtype.size < tensor.dtype.size
-            )
-        ):
-            tensor = operation.inputs[0]
-        else:
+            continue
+        is_view = operation.type == "Reshape"
+        if operation.type == "Transpose":
+            order = tf.get_static_value(operation.inputs[1])
+            is_view = order is not None and sorted(order) == list(order)
+        elif operation.type == "Cast":
+            is_view = operation.inputs[0].dtype.size < tensor.dtype.size
+        if not is_view:
             return tensor
-
-
-def _keeps_order(transpose: tf.Operation) -> bool:
-    order = tf.get_static_value(transpose.inputs[1])
-    return order is not None and list(order) == list(range(len(order)))
+        tensor = operation.inputs[0]

@@ -20,11 +20,7 @@ _RECURRENT = (
     keras.layers.GRUCell,
     keras.layers.LSTMCell,
 )
-_CONVOLUTIONS = (
-    keras.layers.Conv1D,
-    keras.layers.Conv2D,
-    keras.layers.Conv3D,
-)
+_CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 
 # `Node.reason` of layers that `KFAC(skip_layers=, only_layers=)` excludes.
 SKIPPED = "skip_layers or only_layers"
@@ -34,37 +30,21 @@ LayerRule = str | re.Pattern[str] | type[keras.layers.Layer]
 
 @dataclasses.dataclass
 class Node:
-    """A layer of a model.
-
-    Attributes:
-        path: Names of the containers and of the layer, joined by "/".
-        reason: Why the layer can have no block, or None.
-        distributor: The `TimeDistributed` that calls the layer at each time
-            step, or None. Its input and output are recorded.
-        is_recurrent: True if the layer or a container of it is an `RNN`, or if
-            it is a cell of Keras.
-    """
+    """A layer of a model."""
 
     layer: keras.layers.Layer
-    path: str
-    reason: str | None
+    path: str  # names of the containers and of the layer, joined by "/"
+    reason: str | None  # why the layer can have no block
+    # The `TimeDistributed` that calls the layer at each time step; its input
+    # and output are recorded.
     distributor: keras.layers.TimeDistributed | None = None
+    # True if the layer or a container of it is an `RNN`, and for Keras' cells.
     is_recurrent: bool = False
 
     @property
     def tapped(self) -> keras.layers.Layer:
         """The layer whose calls are recorded."""
         return self.distributor or self.layer
-
-    @property
-    def reason_inside(self) -> str | None:
-        """Why the sublayers can have no block, or None."""
-        if self.reason is not None:
-            return self.reason
-        loop = self.distributor
-        if loop is None and distributor(self.layer) is None:
-            loop = self.layer if isinstance(self.layer, _LOOPS) else None
-        return loop and f"used in the loop of a {type(loop).__name__}"
 
 
 def walk(
@@ -81,32 +61,42 @@ def walk(
     Raises:
         ValueError: If a rule matches no layer.
     """
-    seen, ambiguous = {id(root)}, ambiguous_layers(root)
+    seen, layers = {id(root)}, all_layers(root)
+    # Layers that a `TimeDistributed` and another layer contain: taps would
+    # record the calls of only one of these containers.
+    wrapped = {id(outer.layer) for outer in filter(distributor, layers)}
+    num_containers = collections.Counter(
+        id(child) for layer in layers for child in children(layer)
+    )
+    ambiguous = {key for key in wrapped if num_containers[key] > 1}
     # Recurrent layers, the layers inside them, and cells of Keras.
     recurrent = {
         id(layer)
-        for outer in all_layers(root)
+        for outer in layers
         if isinstance(outer, _RECURRENT)
         for layer in all_layers(outer)
     }
     paths: set[str] = set()
 
-    def make_unique(path: str) -> str:
-        parent, _, name = path.rpartition("/")
-        number = 1
-        while path in paths:
-            number += 1
-            path = "/".join(filter(None, [parent, f"#{number}", name]))
-        paths.add(path)
-        return path
-
     def visit(parent: Node, prefix: str) -> Iterator[Node]:
+        # Why the sublayers can have no block.
+        reason_inside, loop = parent.reason, parent.distributor
+        if loop is None and isinstance(parent.layer, _LOOPS):
+            loop = None if distributor(parent.layer) else parent.layer
+        if loop is not None:
+            reason_inside = reason_inside or (
+                f"used in the loop of a {type(loop).__name__}"
+            )
         for child in children(parent.layer):
             if id(child) in seen:
                 continue
             seen.add(id(child))
-            path = make_unique(f"{prefix}{child.name}")
-            reason = parent.reason_inside
+            path, number = f"{prefix}{child.name}", 1
+            while path in paths:  # make the path unique
+                number += 1
+                path = f"{prefix}#{number}/{child.name}"
+            paths.add(path)
+            reason = reason_inside
             if reason is None and id(child) in ambiguous:
                 reason = "used in a TimeDistributed and elsewhere"
             node = Node(
@@ -158,21 +148,6 @@ def distributor(
     if isinstance(layer, wrapper) and type(layer).call is wrapper.call:
         return layer
     return None
-
-
-def ambiguous_layers(root: keras.layers.Layer) -> set[int]:
-    """Ids of layers that a `TimeDistributed` and another layer contain.
-
-    Taps would record the calls of only one of these containers.
-    """
-    layers = all_layers(root)
-    wrapped = {id(outer.layer) for outer in filter(distributor, layers)}
-    if not wrapped:
-        return wrapped
-    num_containers = collections.Counter(
-        id(child) for layer in layers for child in children(layer)
-    )
-    return {key for key in wrapped if num_containers[key] > 1}
 
 
 def matches(rule: LayerRule, layer: keras.layers.Layer, path: str) -> bool:

@@ -26,16 +26,13 @@ _ADDRESS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Addresses of the workers of a job, and the index of this process.
+    """Addresses of the workers of a job, and the index of this process."""
 
-    Attributes:
-        addresses: "host:port" of each worker. Before the rendezvous, all
-            addresses except the first may be "".
-        job: Identity of the job, equal on all of its workers; "" if unknown.
-    """
-
+    # "host:port" of each worker. Before the rendezvous, all addresses except
+    # the first may be "".
     addresses: tuple[str, ...]
     index: int
+    # Identity of the job, equal on all of its workers; "" if unknown.
     job: str = dataclasses.field(default="", compare=False)
 
     def name(self, index: int) -> str:

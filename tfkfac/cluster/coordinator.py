@@ -16,14 +16,14 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 
 import grpc
-from typing_extensions import override
 
 from tfkfac.cluster import waiting
 from tfkfac.cluster.config import Cluster, split_address
 from tfkfac.cluster.messages import (
-    METHOD,
+    JOIN,
     PEER,
     SECRET_VARIABLE,
+    SERVICE,
     WORKER_0,
     Greeting,
     Message,
@@ -33,7 +33,6 @@ from tfkfac.cluster.messages import (
 )
 from tfkfac.cluster.waiting import (
     RefusedError,
-    Rendezvous,
     Wait,
     is_loopback,
     normalize_host,
@@ -48,7 +47,7 @@ _END_TIMEOUT_S = 10.0  # for the last reply to each worker
 
 def accept_workers(
     cluster: Cluster, secret: bytes, wait: Wait, probe: Callable[[], str]
-) -> Rendezvous:
+) -> tuple[Cluster, int]:
     """As worker 0, accept all other workers; then start all of them.
 
     `probe` returns the job of another worker 0 that uses the port; "" if the
@@ -60,16 +59,15 @@ def accept_workers(
             coordinator.wait_for_all()
         except (RefusedError, TimeoutError) as error:
             is_refused = isinstance(error, RefusedError)
-            coordinator.end(
-                {"refused" if is_refused else "timeout": str(error)}
-            )
+            key = "refused" if is_refused else "timeout"
+            coordinator.end({key: str(error)})
             raise
         seed = secrets.randbits(31)
         addresses = coordinator.addresses
         coordinator.end({"go": addresses, "seed": seed})
     # The server has ended, so TensorFlow can use the port.
     full_cluster = dataclasses.replace(cluster, addresses=tuple(addresses))
-    return Rendezvous(full_cluster, seed)
+    return full_cluster, seed
 
 
 @dataclasses.dataclass
@@ -85,7 +83,7 @@ class _Peer:
     has_ended: bool = False  # True if it has received the last reply
 
 
-class _Coordinator(grpc.GenericRpcHandler):
+class _Coordinator:
     """Handler of the requests of all workers."""
 
     def __init__(self, cluster: Cluster, secret: bytes, wait: Wait) -> None:
@@ -100,14 +98,6 @@ class _Coordinator(grpc.GenericRpcHandler):
         self._num_dropped = 0  # processes that were not admitted
         self.addresses = list(cluster.addresses)
 
-    @override
-    def service(
-        self, handler_call_details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler | None:
-        if handler_call_details.method != METHOD:
-            return None
-        return grpc.unary_unary_rpc_method_handler(self._join)
-
     # ----------------------------------------------------- the main thread
     def wait_for_all(self) -> None:
         """Wait until all workers have joined, and have called again since."""
@@ -119,7 +109,11 @@ class _Coordinator(grpc.GenericRpcHandler):
                 self._changed.wait(
                     self._wait.remaining(waiting.POLL_INTERVAL_S)
                 )
-                self._drop_silent()
+                limit = time.monotonic() - waiting.lease_s(len(self.addresses))
+                for worker, peer in list(self._peers.items()):
+                    if peer.time_s < limit:
+                        del self._peers[worker]
+                        self._drop(peer.description, "it has ended", True)
 
     def end(self, reply: Message) -> None:
         """Send the last reply to all workers that have joined."""
@@ -153,19 +147,8 @@ class _Coordinator(grpc.GenericRpcHandler):
         last = max(peer.joined_s for peer in self._peers.values())
         return [i for i in workers if self._peers[i].time_s <= last]
 
-    def _drop_silent(self) -> None:
-        """Drop the workers that have stopped calling."""
-        limit = time.monotonic() - waiting.lease_s(len(self.addresses))
-        for worker, peer in list(self._peers.items()):
-            if peer.time_s < limit:
-                del self._peers[worker]
-                self._drop(peer.description, "it has ended", True)
-
     def _drop(self, description: str, reason: str, is_worker: bool) -> None:
-        """Print why a process is dropped; name workers in the timeout error.
-
-        The reasons of other processes are printed `_MAX_PRINTED` times.
-        """
+        """Print why a process is dropped; name workers in the timeout error."""
         self._num_dropped += not is_worker
         if is_worker:
             self._wait.record(f"{description}: {reason}")
@@ -173,9 +156,12 @@ class _Coordinator(grpc.GenericRpcHandler):
             print_line(f"worker 0 has dropped {description}: {reason}")
 
     # ------------------------------------------------ threads of the server
-    def _join(self, data: bytes, context: grpc.ServicerContext) -> bytes:
+    def join(self, data: bytes, context: grpc.ServicerContext) -> bytes:
         """Answer the request of a worker."""
-        host, port = _split_peer(context.peer())
+        # gRPC's name of a client is "ipv4:127.0.0.1:80" or "ipv6:%5B::1%5D:80".
+        _, _, peer = urllib.parse.unquote(context.peer()).partition(":")
+        host, _, port = peer.rpartition(":")
+        host = normalize_host(host.strip("[]"))
         source = f"from {host} port {port}"
         try:
             content, is_authentic = decode(data, self._secret, PEER)
@@ -195,7 +181,18 @@ class _Coordinator(grpc.GenericRpcHandler):
             elif greeting.session != self._session:
                 reply = {"session": self._session}
             elif greeting.worker == 0:
-                reply = self._refuse_worker_0(greeting, host)
+                # Another worker 0, which has found its port in use.
+                job = self._cluster.job
+                is_other_job = greeting.job not in (job, "") and bool(job)
+                if _is_local(host) and not is_other_job:
+                    self._failure = (
+                        f"Two processes are {self._cluster.name(0)}, and their "
+                        "workers cannot be distinguished. Start worker 0 once "
+                        "for each job. Two jobs need two ports (argument "
+                        "`coordinator`, `TF_CONFIG`) or two secrets "
+                        f"({SECRET_VARIABLE})."
+                    )
+                reply = {"waiting": job or "unknown"}
             else:
                 reply = self._admit(greeting, host, description)
             self._changed.notify_all()
@@ -207,14 +204,14 @@ class _Coordinator(grpc.GenericRpcHandler):
     ) -> Message:
         """Register a worker, or refuse it; return the reply."""
         worker, now = greeting.worker, time.monotonic()
+        # A loopback address is not unique: use the host of worker 0 instead.
+        own_host = split_address(self._cluster.addresses[0])[0]
+        sender = own_host if _is_local(host) else host
         address = greeting.cluster[worker]
         if not address:
-            own_host = self._cluster.addresses[0].rpartition(":")[0]
-            peer_host = f"[{host}]" if ":" in host else host
-            if _is_local(host):
-                peer_host = own_host  # a loopback address is not unique
-            address = f"{peer_host}:{greeting.port}"
-        reason = self._reason_to_refuse(greeting, address, host)
+            sender_host = f"[{sender}]" if ":" in sender else sender
+            address = f"{sender_host}:{greeting.port}"
+        reason = self._reason_to_refuse(greeting, address, host, sender)
         peer = self._peers.get(worker)
         if not reason and peer is not None:
             if peer.greeting.process == greeting.process:
@@ -241,21 +238,8 @@ class _Coordinator(grpc.GenericRpcHandler):
             return self._end.copy()
         return {"missing": self._missing()[: waiting.MAX_NAMED + 1]}
 
-    def _refuse_worker_0(self, greeting: Greeting, host: str) -> Message:
-        """Refuse another worker 0, which has found its port in use."""
-        job = self._cluster.job
-        is_other_job = bool(job and greeting.job and job != greeting.job)
-        if _is_local(host) and not is_other_job:
-            self._failure = (
-                f"Two processes are {self._cluster.name(0)}, and their "
-                "workers cannot be distinguished. Start worker 0 once for "
-                "each job. Two jobs need two ports (argument `coordinator`, "
-                f"`TF_CONFIG`) or two secrets ({SECRET_VARIABLE})."
-            )
-        return {"waiting": job or "unknown"}
-
     def _reason_to_refuse(
-        self, greeting: Greeting, address: str, host: str
+        self, greeting: Greeting, address: str, host: str, sender: str
     ) -> str:
         """Return why worker 0 must refuse a worker; "" if it can take part."""
         worker, received = greeting.worker, greeting.cluster
@@ -279,14 +263,8 @@ class _Coordinator(grpc.GenericRpcHandler):
             return f"Another worker has the address {quote(address)}"
         # Without a secret, accept only an address on the sender's host.
         is_known = bool(expected[worker] or self._secret)
-        named_host = split_address(address)[0]
-        own_host = split_address(expected[0])[0]
-        if (
-            is_known
-            or named_host in (host, normalize_host(host))
-            or normalize_host(named_host) == host
-            or (_is_local(host) and named_host == own_host)
-        ):
+        named_host = normalize_host(split_address(address)[0])
+        if is_known or named_host in (host, normalize_host(sender)):
             return ""
         return (
             f"Worker 0 does not know the address {quote(address)} of worker "
@@ -294,13 +272,6 @@ class _Coordinator(grpc.GenericRpcHandler):
             f"({SECRET_VARIABLE}) it must be the same host, or all workers "
             "must have all addresses"
         )
-
-
-def _split_peer(peer: str) -> tuple[str, str]:
-    """Split gRPC's name of a client, such as "ipv6:%5B::1%5D:80"."""
-    _, _, address = urllib.parse.unquote(peer).partition(":")
-    host, _, port = address.rpartition(":")
-    return normalize_host(host.strip("[]")), port
 
 
 def _is_local(host: str) -> bool:
@@ -322,17 +293,13 @@ def _format_addresses(addresses: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _serve(
-    handler: grpc.GenericRpcHandler,
+    coordinator: _Coordinator,
     cluster: Cluster,
     secret: bytes,
     wait: Wait,
     probe: Callable[[], str],
 ) -> Iterator[None]:
-    """Serve at the port of worker 0, as soon as the port is free.
-
-    If all known addresses are loopback addresses, listen only on the loopback
-    interface.
-    """
+    """Serve at the port of worker 0, as soon as the port is free."""
     deadline = time.monotonic() + wait.remaining(waiting.TIMEOUT_S)
     host, port = split_address(cluster.addresses[0])
     known_hosts = [split_address(a)[0] for a in cluster.addresses if a]
@@ -355,9 +322,11 @@ def _serve(
                 "machine worker 0, too, or has an earlier job not ended?"
             )
         time.sleep(wait.remaining(waiting.POLL_INTERVAL_S))
+    handler = grpc.unary_unary_rpc_method_handler(coordinator.join)
+    service = grpc.method_handlers_generic_handler(SERVICE, {JOIN: handler})
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
         server = grpc.server(
-            threads, handlers=[handler], options=[("grpc.so_reuseport", 0)]
+            threads, handlers=[service], options=[("grpc.so_reuseport", 0)]
         )
         for target in targets:
             server.add_insecure_port(target)
@@ -376,11 +345,7 @@ def _serve(
 
 
 def _free_targets(name: str, hosts: Sequence[str], port: int) -> list[str]:
-    """Return gRPC's targets of a port on each host; [] if it is in use.
-
-    Ignore a host that this machine does not have, as "::1" without IPv6.
-    `name` begins the error if no host is left.
-    """
+    """Return gRPC's targets of a port on each host; [] if it is in use."""
     targets: list[str] = []
     errors: list[OSError] = []
     for host in hosts:

@@ -89,10 +89,7 @@ class EventLog:
         self._next_tick = min(self._next_tick, time.monotonic() + seconds)
 
     def _send(self) -> None:
-        """Store the posted events, each under the next free key.
-
-        This thread waits in `set_text` while worker 0 is suspended.
-        """
+        """Store the posted events, each under the next free key."""
         number = 0
         with contextlib.suppress(tf.errors.OpError):  # worker 0 is gone
             while True:
@@ -114,21 +111,11 @@ class EventLog:
                     self._num_received += 1
                     sender, event = json.loads(text)
                     self._inbox.put((sender, event))
-                    if event == EXITED:
-                        self._confirm_exit(sender)
-
-    def _confirm_exit(self, sender: int) -> None:
-        """End this thread at the exit of this worker.
-
-        Let worker 0 exit, with which the store ends, as its exit has arrived.
-        """
-        if sender == self.index:
-            self._has_exited.set()
-        elif sender == 0:
-            key = f"{_KEYS}/confirmed/{self.index}"
-            threading.Thread(
-                target=_try_to_set, args=(key,), daemon=True
-            ).start()
+                    if event == EXITED and sender == self.index:
+                        self._has_exited.set()
+                    elif event == EXITED and sender == 0:
+                        # Worker 0, which has the store, can exit now.
+                        set_text(f"{_KEYS}/confirmed/{self.index}", "")
 
     def _dispatch(self) -> None:
         """Call the listeners, and look for lost workers."""
@@ -157,10 +144,7 @@ class EventLog:
                 listener.on_event(sender, event)
 
     def _find_lost(self) -> set[int]:
-        """Return the workers that do not answer any more.
-
-        Worker 0 looks for the others, the others look for worker 0.
-        """
+        """Return lost workers; only worker 0 looks for workers above 0."""
         if self.size == 1 or self._has_exited.is_set():
             return set()
         if self.index == 0:
@@ -192,8 +176,3 @@ class EventLog:
             with contextlib.suppress(tf.errors.OpError):
                 key = f"{_KEYS}/confirmed/{worker}"
                 get_text(key, deadline - time.monotonic())
-
-
-def _try_to_set(key: str) -> None:
-    with contextlib.suppress(tf.errors.OpError):
-        set_text(key, "")

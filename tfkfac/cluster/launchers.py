@@ -40,23 +40,16 @@ _HAS_PORT = re.compile(r":[^\]]*$")
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:
-    """A program that starts the workers and sets their environment variables.
+    """Program that starts the workers and sets their environment variables."""
 
-    Attributes:
-        name: Name of the launcher in messages.
-        index: Variable of the index of the worker.
-        size: Variable of the number of workers; "" if there is none.
-        address: Function of the environment that returns the address of worker
-            0; None if the launcher does not provide it.
-        others: Further variables that the launcher always sets.
-        identity: Variables that together identify the job. Some may be unset.
-    """
-
-    name: str
-    index: str
-    size: str
+    name: str  # in messages
+    index: str  # variable of the index of the worker
+    size: str  # variable of the number of workers; "" if there is none
+    # Function of the environment that returns the address of worker 0; None if
+    # the launcher does not provide it.
     address: Callable[[Environment], str | None]
-    others: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()  # further variables that are always set
+    # Variables that together identify the job. Some may be unset.
     identity: tuple[str, ...] = ()
 
     def variables(self, environment: Environment) -> dict[str, str] | None:
@@ -64,6 +57,15 @@ class Launcher:
         names = filter(None, (self.index, self.size, *self.others))
         values = {name: environment.get(name, "") for name in names}
         return values if all(values.values()) else None
+
+    def is_active(self, environment: Environment) -> bool:
+        """Return True if the launcher may have started this process."""
+        # MPICH's mpirun starts one Slurm task on each node, which starts its
+        # workers. If the numbers of tasks and workers differ, use MPICH.
+        tasks = environment.get(_SLURM_SIZE)
+        is_nested = environment.get(_PMI_SIZE, tasks) not in ("", tasks)
+        is_set = self.variables(environment) is not None
+        return is_set and not (self.name == "Slurm" and is_nested)
 
     def job(self, environment: Environment) -> str:
         """Return the identity of the job; "" if the launcher has none."""
@@ -83,10 +85,7 @@ def _master(environment: Environment) -> str:
 
 
 def _first_host(environment: Environment) -> str | None:
-    """Return the first host of an mpirun's allocation, and a port of the job.
-
-    The allocation is one of Slurm, PBS or LSF.
-    """
+    """Return the first host of an allocation (Slurm, PBS, LSF), and a port."""
     get = environment.get
     if "JSM_NAMESPACE_SIZE" in environment:
         return None  # jsrun starts no worker on the first host
@@ -124,12 +123,23 @@ def _job_port(number: int) -> int:
     return _FIRST_JOB_PORT + number % (2**16 - _FIRST_JOB_PORT)
 
 
-# Variables of SageMaker's hosts. The last three are computed by `_add_hosts`.
-# `mpirun` copies the variables of the first host to all ranks, so its
-# `SM_CURRENT_HOST` is the same in all of them.
+def _sagemaker_hosts(environment: Environment) -> list[str]:
+    """Return SageMaker's list of hosts, which must contain this host."""
+    try:
+        hosts = list(json.loads(environment[_HOSTS]))
+        hosts.index(environment[_CURRENT])
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"`{_HOSTS}` must be a JSON list that contains `{_CURRENT}`. "
+            f"Received: {_HOSTS}={environment[_HOSTS]}, "
+            f"{_CURRENT}={environment[_CURRENT]}"
+        ) from None
+    return hosts
+
+
+# Variables of SageMaker's hosts. `mpirun` copies the variables of the first
+# host to all ranks, so its `SM_CURRENT_HOST` is the same in all of them.
 _HOSTS, _CURRENT = "SM_HOSTS", "SM_CURRENT_HOST"
-_HOST_INDEX, _NUM_HOSTS = "index of SM_CURRENT_HOST", "length of SM_HOSTS"
-_FIRST_HOST = "first of SM_HOSTS"
 _ALLOCATION = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX")
 _RANK, _SIZE = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
 _SLURM_SIZE, _PMI_SIZE = "SLURM_STEP_NUM_TASKS", "PMI_SIZE"
@@ -139,10 +149,10 @@ _SLURM_SIZE, _PMI_SIZE = "SLURM_STEP_NUM_TASKS", "PMI_SIZE"
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", _master,
              ("MASTER_ADDR", "MASTER_PORT"), ("TORCHELASTIC_RUN_ID",)),
-    Launcher("SageMaker", _RANK, _SIZE, lambda e: e[_FIRST_HOST],
+    Launcher("SageMaker", _RANK, _SIZE, lambda e: _sagemaker_hosts(e)[0],
              (_HOSTS, _CURRENT), ("PMIX_NAMESPACE",)),
-    Launcher("SageMaker", _HOST_INDEX, _NUM_HOSTS, lambda e: e[_FIRST_HOST],
-             (_HOSTS, _CURRENT)),
+    # The index and the size follow from the list of hosts.
+    Launcher("SageMaker", _CURRENT, _HOSTS, lambda e: _sagemaker_hosts(e)[0]),
     Launcher("Open MPI", _RANK, _SIZE, _first_host, (), ("PMIX_NAMESPACE",)),
     Launcher("Slurm", "SLURM_PROCID", _SLURM_SIZE, _first_node_of_step,
              ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"),
@@ -152,43 +162,6 @@ LAUNCHERS = (
     Launcher("Kubernetes", "JOB_COMPLETION_INDEX", "", _first_pod),
 )
 # fmt: on
-
-
-def _add_hosts(environment: Environment) -> Environment:
-    """Add the variables that follow from SageMaker's list of hosts."""
-    if not (environment.get(_HOSTS) and environment.get(_CURRENT)):
-        return environment
-    try:
-        hosts = json.loads(environment[_HOSTS])
-        index = list(hosts).index(environment[_CURRENT])
-    except (ValueError, TypeError):
-        raise ValueError(
-            f"`{_HOSTS}` must be a JSON list that contains `{_CURRENT}`. "
-            f"Received: {_HOSTS}={environment[_HOSTS]}, "
-            f"{_CURRENT}={environment[_CURRENT]}"
-        ) from None
-    return {
-        **environment,
-        _FIRST_HOST: hosts[0],
-        _HOST_INDEX: str(index),
-        _NUM_HOSTS: str(len(hosts)),
-    }
-
-
-def _find_launcher(environment: Environment) -> Launcher | None:
-    """Return the launcher that has started this process."""
-    for launcher in LAUNCHERS:
-        if launcher.variables(environment) is None:
-            continue
-        # MPICH's mpirun starts one Slurm task on each node, which starts its
-        # workers. If the numbers of tasks and workers differ, use MPICH.
-        tasks = environment.get(_SLURM_SIZE)
-        if launcher.name == "Slurm" and environment.get(
-            _PMI_SIZE, tasks
-        ) not in ("", tasks):
-            continue
-        return launcher
-    return None
 
 
 # Numbers of processes that other launchers set. Numbers of an allocation, such
@@ -219,8 +192,8 @@ def find_cluster(
     Each of the three settings is taken from the arguments, else from Keras'
     variables, else from the first active launcher. Unknown addresses are "".
     """
-    environment = _add_hosts(environment)
-    launcher = _find_launcher(environment)
+    active = (x for x in LAUNCHERS if x.is_active(environment))
+    launcher = next(active, None)
     keras = {k: v for k, v in KERAS.items() if environment.get(v)}
     settings, job = dict(arguments), ""
     sources = []
@@ -238,6 +211,10 @@ def find_cluster(
             "num_processes": variables.get(launcher.size),
             "process_id": variables.get(launcher.index),
         }
+        if launcher.index == _CURRENT:
+            hosts = _sagemaker_hosts(environment)
+            provided["num_processes"] = str(len(hosts))
+            provided["process_id"] = str(hosts.index(environment[_CURRENT]))
         settings = {k: v for k, v in provided.items() if v} | settings
         sources.append(_describe(launcher.name, variables, environment))
         job = launcher.job(environment)
@@ -267,10 +244,7 @@ def _describe(
 def _refuse_other_launchers(
     environment: Environment, launcher: Launcher | None
 ) -> None:
-    """Raise an error if this process is not the only one of its launcher.
-
-    `launcher` is the active launcher, by which there is one process.
-    """
+    """Raise an error if this process is not the only one of its launcher."""
     minima = dict.fromkeys(_OTHER_SIZES, 1)
     # An outer launcher may have set variables of the second table.
     if launcher is None or not launcher.size:

@@ -21,7 +21,8 @@ from tfkfac.cluster.config import split_address
 
 Message = dict[str, Any]
 
-METHOD = "/tfkfac.Rendezvous/Join"  # of gRPC
+SERVICE, JOIN = "tfkfac.Rendezvous", "Join"  # names in gRPC
+METHOD = f"/{SERVICE}/{JOIN}"
 SECRET_VARIABLE = "TFKFAC_SECRET"
 # Roles of the sender. Each HMAC covers the role.
 WORKER_0, PEER = "worker 0", "peer of worker 0"
@@ -86,26 +87,15 @@ def _sign(text: str, secret: bytes, role: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Greeting:
-    """Request of a worker to worker 0. The field names are JSON keys.
+    """Request of a worker to worker 0. The field names are JSON keys."""
 
-    Attributes:
-        worker: Index of the sender; 0 if it is another worker 0.
-        cluster: Addresses of all workers; "" for each address that the sender
-            does not know.
-        port: Port of the sender, if its address in the cluster is "".
-        job: Identity of the sender's job; "" if unknown.
-        process: Random number of the process, equal in all its requests.
-        session: Nonce of worker 0; "" in the first request.
-        nonce: Fresh random number of this request.
-    """
-
-    worker: int
-    cluster: tuple[str, ...]
-    port: int
-    job: str
-    process: str
-    session: str
-    nonce: str
+    worker: int  # index of the sender; 0 if it is another worker 0
+    cluster: tuple[str, ...]  # addresses of all workers; "" if unknown
+    port: int  # port of the sender, if its address in the cluster is ""
+    job: str  # identity of the sender's job; "" if unknown
+    process: str  # random number of the process, equal in all its requests
+    session: str  # nonce of worker 0; "" in the first request
+    nonce: str  # fresh random number of this request
 
     @classmethod
     def read(cls, content: Message) -> "Greeting":

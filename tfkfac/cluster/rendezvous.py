@@ -37,13 +37,7 @@ from tfkfac.cluster.messages import (
     make_nonce,
     read_secret,
 )
-from tfkfac.cluster.waiting import (
-    RefusedError,
-    Rendezvous,
-    Wait,
-    escape,
-    quote,
-)
+from tfkfac.cluster.waiting import RefusedError, Wait, escape, quote
 
 _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
@@ -52,8 +46,13 @@ _OPTIONS = [
 ]
 
 
-def wait_for_all(cluster: Cluster, timeout: float | None) -> Rendezvous:
+def wait_for_all(
+    cluster: Cluster, timeout: float | None
+) -> tuple[Cluster, int | None]:
     """Wait until all workers have called this function.
+
+    Returns the cluster with the addresses of all workers, and a random integer
+    in [0, 2^31) that is equal on all workers; None if there is one worker.
 
     Raises:
         TimeoutError: If a worker does not come in time.
@@ -61,9 +60,12 @@ def wait_for_all(cluster: Cluster, timeout: float | None) -> Rendezvous:
             cluster, job or secret, or the index of another process.
     """
     if len(cluster.addresses) == 1:
-        return Rendezvous(cluster, None)
-    client = _Client(cluster, read_secret(os.environ), Wait(cluster, timeout))
-    return client.start_workers() if cluster.index == 0 else client.join()
+        return cluster, None
+    secret, wait = read_secret(os.environ), Wait(cluster, timeout)
+    client = _Client(cluster, secret, wait)
+    if cluster.index == 0:
+        return accept_workers(cluster, secret, wait, client.probe)
+    return client.join()
 
 
 class _UnreachableError(Exception):
@@ -87,19 +89,14 @@ class _Client:
             nonce="",
         )
 
-    def start_workers(self) -> Rendezvous:
-        """Accept the other workers, as worker 0."""
+    def probe(self) -> str:
+        """As worker 0, return the job of another worker 0 at the port."""
+        try:
+            return escape(str(self._call().get("waiting", "")))
+        except _UnreachableError:
+            return ""
 
-        def probe() -> str:
-            """Return the job of another worker 0 that uses the port."""
-            try:
-                return escape(str(self._call().get("waiting", "")))
-            except _UnreachableError:
-                return ""
-
-        return accept_workers(self._cluster, self._secret, self._wait, probe)
-
-    def join(self) -> Rendezvous:
+    def join(self) -> tuple[Cluster, int]:
         """Repeat the request until worker 0 starts all workers."""
         size = len(self._cluster.addresses)
         with socket.socket() as port_holder:
@@ -118,7 +115,7 @@ class _Client:
                             full_cluster = dataclasses.replace(
                                 self._cluster, addresses=tuple(addresses)
                             )
-                            return Rendezvous(full_cluster, seed)
+                            return full_cluster, seed
                         case {"missing": list(received)}:
                             self._wait.cause = ""
                             valid = range(size)

@@ -29,11 +29,7 @@ from tfkfac.cluster.waiting import print_line
 from tfkfac.cluster.watch import StallDetector, Watch
 from tfkfac.compat import coordination
 from tfkfac.compat.data import global_seed
-from tfkfac.compat.strategies import (
-    call_unconverted,
-    keep_handler,
-    repair,
-)
+from tfkfac.compat.strategies import call_unconverted, keep_handler, repair
 
 Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 Options: TypeAlias = tf.distribute.experimental.CommunicationOptions
@@ -131,7 +127,15 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         start_timeout: float | None = 600.0,
     ) -> None:
         _check_timeout(start_timeout)
-        _warn_of_timeout(communication_options)
+        if communication_options and communication_options.timeout_seconds:
+            warnings.warn(
+                "`CommunicationOptions(timeout_seconds=...)` makes TensorFlow "
+                "2.21 leave 6 to 8 sleeping threads a step behind, until a "
+                "healthy job is aborted after some thousand steps. A worker "
+                "that dies is noticed without it. Received: timeout_seconds="
+                f"{communication_options.timeout_seconds}",
+                stacklevel=2,
+            )
         values = zip(
             KERAS, (coordinator, num_processes, process_id), strict=True
         )
@@ -159,7 +163,15 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                     rpc_layer="grpc",
                 )
                 _share_gpus(cluster)
-            _bypass_proxy(cluster)
+            # With a web proxy, gRPC would hang: add the workers to
+            # `no_grpc_proxy`.
+            variables = ("no_grpc_proxy", "no_proxy")
+            current_hosts = next(
+                filter(None, map(os.environ.get, variables)), ""
+            )
+            hosts = (split_address(address)[0] for address in cluster.addresses)
+            unproxied = filter(None, dict.fromkeys([current_hosts, *hosts]))
+            os.environ.update(no_grpc_proxy=",".join(unproxied))
             coordination.configure(resolver.cluster_spec())
         with keep_handler(signal.SIGTERM), _reminder(size):
             super().__init__(resolver, communication_options)
@@ -241,7 +253,15 @@ def _find_cluster(
     else:
         cluster, source = find_cluster(os.environ, settings)
     if resolver is not None and resolver.task_type == EVALUATOR:
-        return None, _evaluator_resolver(resolver)
+        print_line(
+            "this process is an evaluator: it takes no part in the workers' "
+            "training and trains alone."
+        )
+        # Remove the workers: TensorFlow would abort the collectives of the
+        # evaluator when a worker ends.
+        resolver = copy.copy(resolver)
+        resolver.cluster_spec = functools.partial(tf.train.ClusterSpec, {})
+        return None, resolver
     size = 1 if cluster is None else len(cluster.addresses)
     if cluster is None or size == 1:
         print_line(f"this process trains alone: {source}.")
@@ -251,30 +271,6 @@ def _find_cluster(
             f"{cluster.addresses[0]}."
         )
     return cluster, resolver
-
-
-def _evaluator_resolver(resolver: Resolver) -> Resolver:
-    """Return a copy of an evaluator's resolver without the workers.
-
-    With workers, TensorFlow aborts the evaluator's collectives when a worker
-    ends.
-    """
-    print_line(
-        "this process is an evaluator: it takes no part in the workers' "
-        "training and trains alone."
-    )
-    resolver = copy.copy(resolver)
-    resolver.cluster_spec = functools.partial(tf.train.ClusterSpec, {})
-    return resolver
-
-
-def _bypass_proxy(cluster: Cluster) -> None:
-    """Add the workers to `no_grpc_proxy`: with a web proxy, gRPC hangs."""
-    names = ("no_grpc_proxy", "no_proxy")
-    current_hosts = next(filter(None, map(os.environ.get, names)), "")
-    hosts = (split_address(address)[0] for address in cluster.addresses)
-    unproxied_hosts = dict.fromkeys([current_hosts, *hosts])
-    os.environ.update(no_grpc_proxy=",".join(filter(None, unproxied_hosts)))
 
 
 def _share_gpus(cluster: Cluster) -> None:
@@ -301,15 +297,3 @@ def _check_timeout(timeout: float | None) -> None:
         raise TypeError(message)
     if timeout is not None and not timeout > 0:
         raise ValueError(message)
-
-
-def _warn_of_timeout(options: Options | None) -> None:
-    if options is not None and options.timeout_seconds:
-        warnings.warn(
-            "`CommunicationOptions(timeout_seconds=...)` makes TensorFlow 2.21 "
-            "leave 6 to 8 sleeping threads a step behind, until a healthy job "
-            "is aborted after some thousand steps. A worker that dies is "
-            "noticed without it. Received: "
-            f"timeout_seconds={options.timeout_seconds}",
-            stacklevel=3,
-        )

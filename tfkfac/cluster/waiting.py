@@ -5,7 +5,6 @@ import ipaddress
 import sys
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from tfkfac.cluster.config import Cluster
 
@@ -23,19 +22,6 @@ class RefusedError(ValueError):
     """The workers cannot train together."""
 
 
-class Rendezvous(NamedTuple):
-    """Result of the rendezvous of all workers.
-
-    Attributes:
-        cluster: The cluster with the addresses of all workers.
-        seed: Random integer in [0, 2^31), equal on all workers; None if there
-            is one worker.
-    """
-
-    cluster: Cluster
-    seed: int | None
-
-
 def request_interval_s(size: int) -> float:
     """Return the time between two requests of a worker, by the job's size."""
     # Up to 500 workers, worker 0 answers at most 256 requests a second.
@@ -48,13 +34,17 @@ def lease_s(size: int) -> float:
 
 
 class Wait:
-    """Deadline and printed reminders of the wait for other workers."""
+    """Deadline and printed reminders of the wait for other workers.
+
+    Reminders come after 5 s, 35 s, then when the time has doubled; 5 s after
+    the last reminder if the cause is new.
+    """
 
     def __init__(self, cluster: Cluster, timeout: float | None) -> None:
         self._cluster = cluster
         self._timeout = timeout
         self._start = time.monotonic()
-        self._next_reminder = self._next_cause = TIMEOUT_S
+        self._last_reminder, self._next_reminder = 0.0, TIMEOUT_S
         self._printed_cause = ""
         self.cause = ""  # why worker 0 cannot be reached
         self.dropped: list[str] = []  # by worker 0, with reasons
@@ -73,20 +63,21 @@ class Wait:
         if len(missing) > MAX_NAMED:
             names += " and others"
         if self._timeout is not None and passed > self._timeout:
+            causes = f" Last cause: {self.cause}." if self.cause else ""
+            if self.dropped:
+                causes += f" Dropped: {'; '.join(self.dropped)}."
             raise TimeoutError(
                 f"Worker {self._cluster.index} has waited {self._timeout:g} "
-                f"seconds for {names}.{self._last_cause()} Start every worker "
+                f"seconds for {names}.{causes} Start every worker "
                 "with the same cluster and an index of its own; argument "
                 "`start_timeout` of the strategy is the limit in seconds."
             )
-        is_new = self.cause not in ("", self._printed_cause)
-        if passed > self._next_reminder or (
-            is_new and passed > self._next_cause
-        ):
-            # Remind after 5 s, 35 s, then when the time has doubled; earlier if
-            # the cause is new, but at most every 5 s.
+        due = self._next_reminder
+        if self.cause not in ("", self._printed_cause):
+            due = min(due, self._last_reminder + TIMEOUT_S)
+        if passed > due:
+            self._last_reminder = passed
             self._next_reminder = passed + max(passed, 6 * TIMEOUT_S)
-            self._next_cause = passed + TIMEOUT_S
             self._printed_cause = self.cause
             cause = f": {self.cause}" if self.cause else ""
             print_line(
@@ -97,11 +88,6 @@ class Wait:
     def record(self, dropped: str) -> None:
         """Record a dropped worker, to name it in the timeout error."""
         self.dropped = [*self.dropped, dropped][-_MAX_DROPPED:]
-
-    def _last_cause(self) -> str:
-        cause = f" Last cause: {self.cause}." if self.cause else ""
-        dropped = "; ".join(self.dropped)
-        return f"{cause} Dropped: {dropped}." if dropped else cause
 
 
 def print_line(text: str) -> None:

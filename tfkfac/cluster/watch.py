@@ -61,18 +61,12 @@ class WorkerFailedError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class _PeerEvent:
-    """End of another worker's process, or failure of its `fit`.
-
-    Attributes:
-        fit: Number of the `fit` that has failed; None if the process ended.
-        is_fault: True unless the process has exited normally.
-        is_loss: True if the process ended or stalled without notice.
-    """
+    """End of another worker's process, or failure of its `fit`."""
 
     text: str
-    fit: int | None
-    is_fault: bool
-    is_loss: bool
+    fit: int | None  # number of the `fit` that has failed; None: process ended
+    is_fault: bool  # True unless the process has exited normally
+    is_loss: bool  # True if the process ended or stalled without notice
     time_s: float
 
 
@@ -153,8 +147,20 @@ class Watch(Listener):
     @override
     def on_event(self, sender: int, event: Event) -> None:
         name, fit = self._cluster.name(sender), event.get("fit")
-        if LOST in event:
-            text = self._describe_loss(event[LOST])
+        if LOST in event and self._log.index in event[LOST]:
+            text = (
+                "This process stood still for more than "
+                f"{HEARTBEAT_TIMEOUT_S:g} s, so the other workers have ended."
+            )
+        elif LOST in event:  # workers that send no heartbeats
+            workers, addresses = event[LOST], self._cluster.addresses
+            texts = [
+                f"{self._cluster.name(i)} {_diagnose(addresses[i])}."
+                for i in workers[:_MAX_PROBES]
+            ]
+            if others := workers[_MAX_PROBES:]:
+                texts.append(f"{len(others)} others stopped answering, too.")
+            text = " ".join(texts)
         elif sender == self._log.index:
             return
         elif "failed" in event:
@@ -176,7 +182,15 @@ class Watch(Listener):
     def on_tick(self) -> None:
         """Abort the collectives of this worker if an event is due."""
         if self._cause is not None:
-            self._terminate()
+            # A process that waited in a collective has already raised an error.
+            # End a process that starts no step in the grace period.
+            limit = self._terminate_at
+            if limit is not None and time.monotonic() > limit:
+                self._terminate_at = None
+                if not self.has_started:
+                    # `signal.raise_signal` would not wake up the main thread,
+                    # which runs Python's handlers.
+                    os.kill(os.getpid(), signal.SIGTERM)
             return
         with self._changed:
             cause = self._find_cause()
@@ -191,26 +205,8 @@ class Watch(Listener):
         if due_event.is_fault:
             print_line(cause)
 
-    def _terminate(self) -> None:
-        """Send SIGTERM to this process if no step starts in the grace period.
-
-        A process that waited in a collective has already raised an error.
-        """
-        if (
-            self._terminate_at is not None
-            and time.monotonic() > self._terminate_at
-        ):
-            self._terminate_at = None
-            if not self.has_started:
-                # `signal.raise_signal` would not wake up the main thread,
-                # which runs Python's handlers.
-                os.kill(os.getpid(), signal.SIGTERM)
-
     def _find_cause(self) -> str | None:
-        """Return the text of the first event of this or a later `fit`.
-
-        Remove the events of the fits of this worker that have ended.
-        """
+        """Return the text of the first event of this or a later `fit`."""
         num_ended = self._num_fits - (self._fit_start is not None)
         self._peer_events = [
             event
@@ -220,26 +216,8 @@ class Watch(Listener):
         texts = (event.text for event in self._peer_events)
         return self._cause or next(texts, None)
 
-    def _describe_loss(self, workers: Sequence[int]) -> str:
-        """Return the text of an event: workers that send no heartbeats."""
-        if self._log.index in workers:
-            return (
-                "This process stood still for more than "
-                f"{HEARTBEAT_TIMEOUT_S:g} s, so the other workers have ended."
-            )
-        texts = [
-            f"{self._cluster.name(i)} {_diagnose(self._cluster.addresses[i])}."
-            for i in workers[:_MAX_PROBES]
-        ]
-        if others := workers[_MAX_PROBES:]:
-            texts.append(f"{len(others)} others stopped answering, too.")
-        return " ".join(texts)
-
     def _is_due(self, event: _PeerEvent) -> bool:
-        """Return True if this worker must abort its collectives now.
-
-        The grace period starts at the event, or at the `fit` of the event.
-        """
+        """Return True if this worker must abort its collectives now."""
         start, is_long = event.time_s, not event.is_fault
         if event.fit is not None:
             if self._fit_start is None:  # not yet in the `fit` of the event
@@ -311,7 +289,11 @@ class StallDetector(Listener):
         if self._query_time is not None:
             if now > self._query_time + _ANSWER_TIMEOUT_S:
                 self._query_time = None
-                self._print_locations()
+                print_line(f"no step has ended for {self._timeout_s:.0f} s.")
+                for index, name in enumerate(self._names):
+                    answer = self._locations.get(index, "does not answer")
+                    print_line(f"{name} {answer}")
+                self._timeout_s *= 2
             return
         is_late = last_step is not None and now > last_step + self._timeout_s
         if is_late and self._log.index == 0:
@@ -325,13 +307,6 @@ class StallDetector(Listener):
             self._log.post({"place": describe_threads()})
         elif "place" in event:
             self._locations[sender] = event["place"]
-
-    def _print_locations(self) -> None:
-        print_line(f"no step has ended for {self._timeout_s:.0f} s.")
-        for index, name in enumerate(self._names):
-            answer = self._locations.get(index, "does not answer")
-            print_line(f"{name} {answer}")
-        self._timeout_s *= 2
 
 
 def find_detector(strategy: tf.distribute.Strategy) -> StallDetector | None:

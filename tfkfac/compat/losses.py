@@ -40,17 +40,12 @@ def in_place_of(
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """Unreduced values of a loss, and how Keras reduces them to a scalar.
+    """Unreduced values of a loss, and how Keras reduces them to a scalar."""
 
-    Attributes:
-        values: One value per term.
-        kind: Keras' name of the reduction.
-    """
-
-    values: tf.Tensor
+    values: tf.Tensor  # one value per term
     weights: tf.Tensor | None
     mask: tf.Tensor | None
-    kind: str | None
+    kind: str | None  # Keras' name of the reduction
 
     def term_weights(self) -> tf.Tensor | None:
         """Return sample weights times mask, shaped as `values`; None for 1.
@@ -83,19 +78,14 @@ class Reduction:
 
 @dataclasses.dataclass(frozen=True)
 class LossCall:
-    """Record of one call of a loss.
-
-    Attributes:
-        reduction: Reduction of the values; None if not done by Keras.
-        written: Handles of the variables that the call changed.
-    """
+    """Record of one call of a loss."""
 
     loss: keras.losses.Loss
     y_true: Any
     y_pred: Any
-    reduction: Reduction | None
+    reduction: Reduction | None  # None if Keras does not reduce the values
     result: tf.Tensor
-    written: Sequence[tf.Tensor] = ()
+    written: Sequence[tf.Tensor] = ()  # handles of the variables it changed
 
 
 @contextlib.contextmanager

@@ -285,11 +285,12 @@ def swap_averages_of(
         for chosen in choose(optimizer):
             below(chosen)
 
-    def override_both() -> list[Override]:
-        names = "_tf_swap_variables", "_tf_finalize_ema_values"
-        return [override(callback, name, for_all) for name in names]
-
-    keep_on(callback, "_tfkfac_averages", override_both)
+    names = "_tf_swap_variables", "_tf_finalize_ema_values"
+    keep_on(
+        callback,
+        "_tfkfac_averages",
+        lambda: [override(callback, name, for_all) for name in names],
+    )
 
 
 def first_epoch(model: keras.Model, initial_epoch: int) -> int:

@@ -237,6 +237,8 @@ def updates_in_replica(
       `_model_variables_moving_average`, in the order of the variables
     - since Keras 3.16 `_backend_maybe_overwrite_model_variables`, which decides
       when to overwrite; `BaseOptimizer` has a version for one replica
+    - `_u_product` of Nadam, the product of its momenta, and no other work of
+      Nadam per update
 
     `after` is called after the weights are updated, before averages and
     constraints. With accumulation, only in steps with an update.
@@ -248,7 +250,12 @@ def updates_in_replica(
     ) -> None:
         rate = tf.convert_to_tensor(learning_rate)  # read the variable once
         if isinstance(inner, keras.optimizers.Nadam):
-            update_momentum_product(inner)
+            # Update Nadam's product of momenta, once per update (Dozat, 2016).
+            # In step t the factor is `beta_1 (1 - 0.96^t / 2)`.
+            product = replica_copy(inner._u_product.value)
+            t = tf.cast(inner.iterations, product.dtype) + 1
+            factor = 1 - 0.5 * tf.pow(0.96, t)
+            product.assign(product * inner.beta_1 * factor)
         for gradient, variable in zip(grads, variables, strict=True):
             update_variable(inner, gradient, variable, rate)
         if after is not None:
@@ -317,17 +324,6 @@ def merge_rows(gradient: Any) -> Any:
         gradient.values, positions, tf.size(rows)
     )
     return tf.IndexedSlices(values, rows, gradient.dense_shape)
-
-
-def update_momentum_product(nadam: keras.optimizers.Nadam) -> None:
-    """Update Nadam's product of momenta, once per update (Dozat, 2016).
-
-    In step t the factor is `beta_1 (1 - 0.96^t / 2)`. This relies on Nadam
-    keeping the product in `_u_product`, and on no other work per update.
-    """
-    product = replica_copy(nadam._u_product.value)
-    step = tf.cast(nadam.iterations, product.dtype) + 1
-    product.assign(product * nadam.beta_1 * (1 - 0.5 * tf.pow(0.96, step)))
 
 
 def update_variable(

@@ -58,8 +58,22 @@ class _Stack:
         self._before = vars(instance).get(name, _MISSING)
         self._original = getattr(instance, name)
         self._overrides: tuple[Override, ...] = ()
-        self._function = self._dispatcher()
-        _set_untracked(instance, name, self._function)
+        original = self._original
+        # An activation may be a layer; do not copy its `__dict__`.
+        updated = ("__dict__",) if inspect.isroutine(original) else ()
+
+        @functools.wraps(original, updated=updated)
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            thread = threading.get_ident()
+            function = original
+            for override in self._overrides:
+                if override.thread in (None, thread):
+                    function = functools.partial(override.wrapper, function)
+            return function(*args, **kwargs)
+
+        setattr(dispatch, _STACK, self)
+        self._function = dispatch
+        _set_untracked(instance, name, dispatch)
 
     @classmethod
     def add(
@@ -90,23 +104,6 @@ class _Stack:
                 object.__delattr__(self._instance, self._name)
             else:
                 _set_untracked(self._instance, self._name, self._before)
-
-    def _dispatcher(self) -> Callable[..., Any]:
-        original = self._original
-        # An activation may be a layer; do not copy its `__dict__`.
-        updated = ("__dict__",) if inspect.isroutine(original) else ()
-
-        @functools.wraps(original, updated=updated)
-        def dispatch(*args: Any, **kwargs: Any) -> Any:
-            thread = threading.get_ident()
-            function = original
-            for override in self._overrides:
-                if override.thread in (None, thread):
-                    function = functools.partial(override.wrapper, function)
-            return function(*args, **kwargs)
-
-        setattr(dispatch, _STACK, self)
-        return dispatch
 
 
 def _set_untracked(instance: Any, name: str, value: Any) -> None:

@@ -224,12 +224,10 @@ def order_by_replica(devices: Sequence[str | None]) -> None:
                     chain = tf.constant(0)
                 by_scope[str(replica)] = by_device[device] = chain
             setattr(graph, _CHAINS, (by_scope, by_device))
-    _register()
+    _register(_order_operation)
 
 
-@functools.cache
-def _register() -> None:
-    auto_control_deps.register_acd_resource_resolver(_order_operation)
+_register = functools.cache(auto_control_deps.register_acd_resource_resolver)
 
 
 def _order_operation(operation: tf.Operation, reads: Any, writes: Any) -> bool:

@@ -10,11 +10,7 @@ import tensorflow as tf
 
 from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.compat.graphs import Sum
-from tfkfac.compat.models import (
-    all_layers,
-    has_free_batch_axis,
-    has_keras_call,
-)
+from tfkfac.compat.models import all_layers, has_free_batch_axis, has_keras_call
 from tfkfac.compat.overrides import keep_on
 from tfkfac.curvature.gauss_newton import (
     Direction,
@@ -123,33 +119,27 @@ def takes_any_batch(model: keras.Model, call: ForwardCall) -> bool:
     # Cache the result: otherwise each eager step would trace the call.
     cache = keep_on(model, _KNOWN_CALLS, dict)
     if tuple(specs) not in cache:
-        cache[tuple(specs)] = _can_be_traced(model, inputs, specs)
+
+        def repeat(*tensors: tf.Tensor) -> Any:
+            remaining = iter(tensors)
+            args, kwargs = keras.tree.map_structure(
+                lambda x: next(remaining) if _has_examples(x) else x, inputs
+            )
+            with stateless(model):
+                return model(*args, **kwargs)
+
+        try:
+            traced = tf.function(repeat, autograph=False)
+            outputs = traced.get_concrete_function(*specs).structured_outputs
+        except Exception:  # the model refuses the size, or a second trace
+            cache[tuple(specs)] = False
+        else:
+            cache[tuple(specs)] = all(
+                tf.is_tensor(x) and x.shape[:1] == [_OTHER_SIZE]
+                for x in keras.tree.flatten(outputs)
+                if x is not None
+            )
     return bool(cache[tuple(specs)])
-
-
-def _can_be_traced(
-    model: keras.Model, inputs: Any, specs: Sequence[tf.TensorSpec]
-) -> bool:
-    """True if a trace with these input specs works and keeps the batch size."""
-
-    def repeat(*tensors: tf.Tensor) -> Any:
-        remaining = iter(tensors)
-        args, kwargs = keras.tree.map_structure(
-            lambda x: next(remaining) if _has_examples(x) else x, inputs
-        )
-        with stateless(model):
-            return model(*args, **kwargs)
-
-    try:
-        traced = tf.function(repeat, autograph=False)
-        outputs = traced.get_concrete_function(*specs).structured_outputs
-    except Exception:  # the model refuses the size, or a second trace
-        return False
-    return all(
-        tf.is_tensor(x) and x.shape[:1] == [_OTHER_SIZE]
-        for x in keras.tree.flatten(outputs)
-        if x is not None
-    )
 
 
 def directional_curvature(

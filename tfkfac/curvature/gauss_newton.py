@@ -157,27 +157,22 @@ def jacobian_product(
 
 
 def symmetric_products(
-    left: Sequence[Sequence[tf.Tensor]], right: Sequence[Sequence[tf.Tensor]]
+    left: Sequence[Direction], right: Sequence[Direction]
 ) -> tf.Tensor:
     """Compute the inner products `<left_i, right_j>`, a symmetric matrix."""
     indices = range(len(left))
     products: dict[tuple[int, int], tf.Tensor] = {}
     for i, j in itertools.combinations_with_replacement(indices, 2):
-        products[i, j] = products[j, i] = inner_product(left[i], right[j])
+        sums = [tf.constant(0, tf.float64)]
+        for x, y in zip(left[i], right[j], strict=True):
+            if x is not None and y is not None:
+                dtype = tf.float32 if x.dtype.size < 4 else x.dtype
+                product = tf.cast(x, dtype) * tf.cast(y, dtype)
+                sums.append(tf.cast(tf.reduce_sum(product), tf.float64))
+        products[i, j] = products[j, i] = tf.add_n(sums)
     return tf.stack(
         [tf.stack([products[i, j] for j in indices]) for i in indices]
     )
-
-
-def inner_product(left: Direction, right: Direction) -> tf.Tensor:
-    """Sum the inner products of pairs of tensors, a float64 scalar."""
-    sums = [tf.constant(0, tf.float64)]
-    for x, y in zip(left, right, strict=True):
-        if x is not None and y is not None:
-            dtype = tf.float32 if x.dtype.size < 4 else x.dtype
-            product = tf.cast(x, dtype) * tf.cast(y, dtype)
-            sums.append(tf.cast(tf.reduce_sum(product), tf.float64))
-    return tf.add_n(sums)
 
 
 def penalty_form(

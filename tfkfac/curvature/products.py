@@ -1,7 +1,7 @@
 """Hessian-vector products of Keras models, and the Lanczos iteration."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -19,7 +19,7 @@ from tfkfac.linalg.lanczos import (
     random_vector,
     ritz_pairs,
 )
-from tfkfac.linalg.vectors import FlatSpace, padded_size
+from tfkfac.linalg.vectors import padded_size
 from tfkfac.loss.batch import training_call
 
 __all__ = ["hessian_vector_product", "lanczos"]
@@ -92,7 +92,20 @@ def lanczos(
             f"Argument `matvec` must be a function. Received: matvec={matvec!r}"
         )
     check_count("seed", seed, 0)
-    start = _start_vector(start_vector, size, seed)
+    if start_vector is None:
+        start = random_vector(size, seed, 0)
+    else:
+        is_tensor = tf.is_tensor(start_vector)
+        is_float64 = is_tensor and start_vector.dtype == tf.float64
+        dtype = tf.float64 if is_float64 else tf.float32
+        start = as_numbers("start_vector", start_vector, dtype)
+        if start.shape != (size,):
+            raise ValueError(
+                f"Argument `start_vector` must have shape ({size},). "
+                f"Received: start_vector of shape {start.shape}"
+            )
+        # Normalise: squares of very small or large elements overflow float32.
+        start = tf.math.divide_no_nan(start, tf.reduce_max(tf.abs(start)))
     padding = [[0, padded_size(size) - size]]
 
     def product(vector: tf.Tensor) -> tf.Tensor:
@@ -112,11 +125,7 @@ def lanczos(
 
 
 def hessian_vector_product(
-    model: keras.Model,
-    x: Any,
-    y: Any,
-    vectors: Any,
-    sample_weight: Any = None,
+    model: keras.Model, x: Any, y: Any, vectors: Any, sample_weight: Any = None
 ) -> Any:
     """Multiply the Hessian of a model's compiled loss by vectors.
 
@@ -152,7 +161,17 @@ def hessian_vector_product(
         NotImplementedError: If an operation of the model has no second
             derivative. The message names the layer.
     """
-    _check_model(model)
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            "Argument `model` must be a `keras.Model`. "
+            f"Received: model={model} (of type {type(model)})"
+        )
+    if not model.compiled or not model.built:
+        state = "compiled" if model.built else "built"
+        raise ValueError(
+            "Argument `model` must be a built and compiled model. Received: "
+            f"model '{model.name}', which is not {state}."
+        )
     variables = model.trainable_variables
     space = flat_space(variables)
     if not variables:
@@ -162,7 +181,15 @@ def hessian_vector_product(
         )
     as_list = isinstance(vectors, (list, tuple))
     if as_list:
-        vectors = _join(vectors, variables, space)
+        variable_shapes = [tuple(v.shape) for v in variables]
+        vector_shapes = [tuple(np.shape(v)) for v in vectors]
+        if variable_shapes != vector_shapes:
+            raise ValueError(
+                "Argument `vectors` as a list must have the shapes of the "
+                f"model's trainable variables, {variable_shapes}. "
+                f"Received: shapes {vector_shapes}"
+            )
+        vectors = space.join([tf.convert_to_tensor(v) for v in vectors])
     columns = as_numbers("vectors", vectors, space.dtype)
     if columns.shape.rank not in (1, 2) or columns.shape[0] != space.size:
         raise ValueError(
@@ -235,48 +262,3 @@ def as_batch_tensor(leaf: Any) -> tf.Tensor | None:
     if not tf.is_tensor(leaf) and np.asarray(leaf).dtype == np.float64:
         return tf.cast(leaf, keras.config.floatx())
     return tf.convert_to_tensor(leaf)
-
-
-def _start_vector(value: Any, size: int, seed: int) -> tf.Tensor:
-    if value is None:
-        return random_vector(size, seed, 0)
-    is_float64 = tf.is_tensor(value) and value.dtype == tf.float64
-    dtype = tf.float64 if is_float64 else tf.float32
-    vector = as_numbers("start_vector", value, dtype)
-    if vector.shape != (size,):
-        raise ValueError(
-            f"Argument `start_vector` must have shape ({size},). "
-            f"Received: start_vector of shape {vector.shape}"
-        )
-    # Normalise: squares of very small or large elements overflow float32.
-    return tf.math.divide_no_nan(vector, tf.reduce_max(tf.abs(vector)))
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            "Argument `model` must be a `keras.Model`. "
-            f"Received: model={model} (of type {type(model)})"
-        )
-    if not model.compiled or not model.built:
-        state = "compiled" if model.built else "built"
-        raise ValueError(
-            "Argument `model` must be a built and compiled model. Received: "
-            f"model '{model.name}', which is not {state}."
-        )
-
-
-def _join(
-    vectors: Sequence[Any],
-    variables: Sequence[keras.Variable],
-    space: FlatSpace,
-) -> tf.Tensor:
-    variable_shapes = [tuple(v.shape) for v in variables]
-    vector_shapes = [tuple(np.shape(v)) for v in vectors]
-    if variable_shapes != vector_shapes:
-        raise ValueError(
-            "Argument `vectors` as a list must have the shapes of the "
-            f"model's trainable variables, {variable_shapes}. "
-            f"Received: shapes {vector_shapes}"
-        )
-    return space.join([tf.convert_to_tensor(v) for v in vectors])

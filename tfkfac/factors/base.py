@@ -134,10 +134,13 @@ class Wire:
 
 
 Tensors = Mapping[str, tf.Tensor]
-Side = Literal["left", "right"]
+"""Tensors by name."""
 
-# Suffix of the eigenvalues in an eigendecomposition.
+Side = Literal["left", "right"]
+"""Side of the gradient matrix on which a factor is multiplied."""
+
 VALUES = "_values"
+"""Suffix of the eigenvalues in an eigendecomposition."""
 
 
 class Factor(abc.ABC):

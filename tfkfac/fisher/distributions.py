@@ -360,11 +360,6 @@ class Likelihood:
     outputs: tuple[Output, ...]
     pullback: Pullback
 
-    @property
-    def is_categorical(self) -> bool:
-        """True if the labels of all outputs are classes."""
-        return all(x.distribution.categorical for x in self.outputs)
-
 
 def find_likelihood(
     losses: Sequence[LossTerms], calls: Sequence[Pullback]

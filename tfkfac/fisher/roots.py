@@ -14,7 +14,6 @@ import tensorflow as tf
 from tfkfac.fisher.distributions import (
     Bernoulli,
     Categorical,
-    Distribution,
     Independent,
     Output,
 )
@@ -70,8 +69,9 @@ def root_of(
     `values` are logits if `is_logits`; `scale` is `s`.
     """
     distribution = output.distribution
-    if is_logits:
-        distribution = of_logits(distribution)
+    if is_logits:  # the distribution of logits instead of probabilities
+        assert isinstance(distribution, Bernoulli | Categorical)
+        distribution = type(distribution)(from_logits=True)
     output = Output(values, distribution, output.weights)
     *terms, size = values.shape[1:].as_list() or [1]
     if isinstance(distribution, Independent):
@@ -88,11 +88,3 @@ def root_of(
 
     columns = tf.stack([column(index) for index in range(size)], -1)
     return TermRoot(tf.reshape(columns, [-1, math.prod(terms), size, size]))
-
-
-def of_logits(distribution: Distribution) -> Distribution:
-    """Return the distribution that takes logits instead of probabilities."""
-    if isinstance(distribution, Bernoulli):
-        return Bernoulli(from_logits=True)
-    assert isinstance(distribution, Categorical)
-    return Categorical(from_logits=True)

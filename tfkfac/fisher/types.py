@@ -215,6 +215,6 @@ def choose_type(
         return Choice(requested, likelihood)
     if isinstance(likelihood, str):
         return Choice(EMPIRICAL, reason=likelihood)
-    if likelihood.is_categorical:
+    if all(x.distribution.categorical for x in likelihood.outputs):
         return Choice(EMPIRICAL, reason="the labels are classes")
     return Choice(MONTE_CARLO, likelihood, "not all labels are classes")

@@ -1,10 +1,18 @@
-"""Lanczos estimation of the extreme curvature, by all replicas together."""
+"""Lanczos estimation of the extreme curvature, by several replicas together.
+
+An accelerator is a replica that only estimates curvature, over many steps
+(DHO2, section IV).
+"""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
+from tfkfac.capture.model_taps import ForwardCall
+from tfkfac.compat.graphs import copied_rows, state_variable
+from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.distributed.collectives import (
     Communicator,
     all_reduce_bytes,
@@ -12,6 +20,8 @@ from tfkfac.distributed.collectives import (
 )
 from tfkfac.fosi.layouts import Geometry
 from tfkfac.linalg.lanczos import (
+    Candidate,
+    Krylov,
     Lanczos,
     Product,
     Tridiagonal,
@@ -19,6 +29,7 @@ from tfkfac.linalg.lanczos import (
     random_vector,
     ritz_pairs,
 )
+from tfkfac.saving.slots import Slots
 
 
 class Spectrum(NamedTuple):
@@ -99,3 +110,130 @@ def estimation_bytes(geometry: Geometry, replicas: int) -> int:
     sums = (1 + 2 * steps) * all_reduce_bytes((steps + 1) * item, replicas)
     # Each iteration gathers a vector and reduce-scatters its product.
     return 2 * steps * slices * item + sums
+
+
+class HeldBatches:
+    """Copies of the last batch of each tensor structure, for later steps.
+
+    Not a dict of the accelerator: checkpoints would track its variables.
+    """
+
+    def __init__(self) -> None:
+        self._variables: dict[str, list[tf.Variable | None]] = {}
+
+    def pairs(self, batch: Any) -> list[tuple[tf.Variable | None, Any]]:
+        """Return (variable, leaf) pairs; no variable for a constant leaf."""
+        leaves = tf.nest.flatten(batch, expand_composites=True)
+        structure = repr([describe(leaf) for leaf in leaves])
+        if structure not in self._variables:
+            self._variables[structure] = [
+                held_variable(x) if tf.is_tensor(x) else None for x in leaves
+            ]
+        return list(zip(self._variables[structure], leaves, strict=True))
+
+    def get(self, batch: Any) -> Any:
+        """Return the last held batch with the same structure as this batch."""
+        values = [
+            leaf if variable is None else tf.convert_to_tensor(variable)
+            for variable, leaf in self.pairs(batch)
+        ]
+        return tf.nest.pack_sequence_as(batch, values, expand_composites=True)
+
+
+def held_variable(tensor: tf.Tensor) -> tf.Variable:
+    """Create a variable for tensors like `tensor`, of any number of rows."""
+    row_shape = tensor.shape.as_list()[1:]
+    variable_shape = [None, *row_shape] if tensor.shape.rank else []
+    shape = [0, *(size or 0 for size in row_shape)] if tensor.shape.rank else []
+    filler = "" if tensor.dtype == tf.string else 0
+    with tf.init_scope():
+        empty = tf.fill(shape, filler)
+    return state_variable(empty, tensor.dtype, "held", variable_shape)
+
+
+# Arguments of the loss of a batch: (args, kwargs, arguments of `compute_loss`,
+# weights of this replica's losses).
+LossPoint = tuple[Any, ...]
+
+
+def describe(leaf: Any) -> Any:
+    """Return dtype and row shape of a tensor; `repr` of other values."""
+    if not tf.is_tensor(leaf):
+        return repr(leaf)
+    return leaf.dtype.name, leaf.shape.as_list()[1:] if leaf.shape.rank else []
+
+
+class Accelerator(Slots):
+    """A Lanczos iteration that advances a few iterations per training step.
+
+    The state is not saved: after loading, an estimation starts again.
+    """
+
+    def __init__(self, geometry: Geometry, count: int) -> None:
+        super().__init__("accelerator", saved=False)
+        self.geometry = geometry
+        dtype, steps = geometry.dtype, geometry.steps
+        length = geometry.slices(count).length
+        self.weights = self.slot("weights", [geometry.size], dtype)
+        self.basis = self.slot("basis", [steps, length], dtype)
+        self.tridiagonal = Tridiagonal(
+            self.slot("diagonal", [steps], dtype),
+            self.slot("coupling", [steps], dtype),
+            self.slot("kept", [steps], "bool", False),
+        )
+        self.candidate = Candidate(
+            self.slot("candidate", [length], dtype),
+            self.slot("candidate_length", (), dtype),
+            self.slot("candidate_fresh", (), "bool", False),
+            self.slot("candidate_scale", (), dtype),
+            self.slot("candidate_rows", (), "int32"),
+        )
+        self._held = HeldBatches()
+
+    def begin(
+        self, current: LossPoint, weights: tf.Tensor, estimation: Estimation
+    ) -> None:
+        """Start a Lanczos iteration at copies of the batch and the weights."""
+        self.weights.assign(weights)
+        for variable, leaf in self._held.pairs(current):
+            if variable is not None:
+                variable.assign(leaf)
+        iteration = estimation.iteration(tf.identity)
+        self._assign(iteration.begin(estimation.draw(-1), self.geometry.steps))
+
+    def advance(
+        self,
+        model: keras.Model,
+        current: LossPoint,
+        estimation: Estimation,
+        progress: tf.Tensor,
+        target: tf.Tensor,
+    ) -> None:
+        """Run the Lanczos iterations from `progress` to `target`."""
+        space = flat_space(model.trainable_variables)
+        args, kwargs, arguments, shares = self._held.get(current)
+        local_hessian = hessian_operator(
+            model,
+            ForwardCall(args, kwargs, None),
+            arguments,
+            space.split(tf.convert_to_tensor(self.weights)),
+            estimation.differentiable_sum,
+            shares,
+        )
+        iteration = estimation.iteration(local_hessian)
+        basis, tridiagonal, candidate = self._state()
+        state = Krylov(copied_rows(basis), tridiagonal, candidate)
+        self._assign(iteration.advance(state, progress, target))
+
+    def _state(self) -> Any:
+        variables = Krylov(self.basis, self.tridiagonal, self.candidate)
+        return tf.nest.map_structure(tf.convert_to_tensor, variables)
+
+    def _assign(self, state: Krylov) -> None:
+        variables = Krylov(self.basis, self.tridiagonal, self.candidate)
+        tf.nest.map_structure(lambda v, x: v.assign(x), variables, state)
+
+    def spectrum(self, estimation: Estimation) -> Spectrum:
+        """Return the Ritz pairs after the last Lanczos iteration."""
+        state = self._state()
+        return estimation.spectrum(state.tridiagonal, [state.basis])

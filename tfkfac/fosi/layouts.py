@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from tfkfac.distributed.collectives import Communicator, all_reduce_bytes
 from tfkfac.linalg.vectors import padded_size, row_products
-from tfkfac.saving.entries import Region
 
 
 class Shards:
@@ -179,19 +178,9 @@ class Layout(abc.ABC):
         """Shape of a worker's block of V^T."""
         return self.columns.length, self.elements.length
 
-    def local_values(self, values: tf.Tensor, rank: int) -> tf.Tensor:
-        """Return a worker's slice of a vector of one element per direction."""
-        return self.columns.local_slice(values, rank)
-
     def ranges(self, rank: int) -> tuple[slice, slice]:
         """Return the directions and the elements of a worker's block of V^T."""
         return self.columns.local_range(rank), self.elements.local_range(rank)
-
-    def regions(self, rank: int) -> tuple[Region, Region]:
-        """Regions of a worker's block in V^T and of its coefficients."""
-        row, column = (indices.start for indices in self.ranges(rank))
-        r, n = self.geometry.directions, self.geometry.size
-        return Region((r, n), (row, column)), Region((r,), (row,))
 
     @abc.abstractmethod
     def project_out(

@@ -17,12 +17,12 @@ from tfkfac.distributed.collectives import all_reduce_bytes, gradient_bytes
 from tfkfac.fosi.estimation import Estimation, estimation_bytes
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
 from tfkfac.fosi.subspace import (
+    WARMUP_SHARE,
     InnerTraits,
     NewtonRate,
     State,
     Subspace,
     Timing,
-    default_warmup,
 )
 from tfkfac.fosi.update import SplitUpdate, adopt, has_momentum, is_plain_sgd
 from tfkfac.loss.batch import find_call
@@ -139,9 +139,24 @@ class FOSIMethod(Method):
             max(int(state.warmup.numpy()), int(state.last.numpy())) >= 0
             for state in self.states[:1]
         ]
-        if self.settings.warmup_steps is None and not any(is_set):
-            self._warmup_updates = default_warmup(self.job, self.states, steps)
-            self._assign_warmup()
+        if self.settings.warmup_steps is not None or any(is_set):
+            return
+        job, warmup = self.job, -1
+        if steps is not None:
+            accumulated = job.inner_optimizer.gradient_accumulation_steps or 1
+            warmup = math.ceil(WARMUP_SHARE * (steps // accumulated))
+        if job.topology.replicas > len(job.topology.local):
+            # Use the first process' value: with different warm-ups, workers
+            # would hang. Without states, there are no collectives yet.
+            if self.states:
+                with tf.device("CPU:0"):
+                    group = job.among_processes("run length")
+                    gathered = group.all_gather(tf.constant([warmup], tf.int64))
+                warmup = int(gathered[0, 0])
+            else:
+                warmup = -1
+        self._warmup_updates = warmup
+        self._assign_warmup()
 
     def _assign_warmup(self) -> None:
         """Assign the default warm-up to the states that exist."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -28,8 +28,8 @@ from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.compat.overrides import replace_moments
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
 from tfkfac.distributed.topology import Roles, assign_roles
-from tfkfac.fosi.accelerator import Accelerator
 from tfkfac.fosi.estimation import (
+    Accelerator,
     Estimation,
     Spectrum,
     estimation_bytes,
@@ -94,13 +94,7 @@ class FinalUpdate(Slots):
 
 
 class RoleState(State):
-    """State of a worker (trains) or an accelerator (estimates curvature).
-
-    Attributes:
-        accelerator: State of the Lanczos iteration; None on workers.
-        progress: Number of finished iterations; 0 between estimations.
-        final_update: None on accelerators, and for `final_update="stale"`.
-    """
+    """State of a worker (trains) or an accelerator (estimates curvature)."""
 
     def __init__(
         self,
@@ -110,8 +104,10 @@ class RoleState(State):
         final_update: FinalUpdate | None,
     ) -> None:
         super().__init__(layout, subspace)
-        self.accelerator = accelerator
+        self.accelerator = accelerator  # None on workers
+        # None on accelerators, and for `final_update="stale"`.
         self.final_update = final_update
+        # Number of finished Lanczos iterations; 0 between estimations.
         self.progress = self.slot("progress", saved=False)
 
     @override
@@ -161,24 +157,30 @@ class MultiRoleMethod(FOSIMethod):
             job.topology.replicas, self.settings.accelerator_fraction
         )
         groups: TraceLists[Communicator] = TraceLists()
+
+        def total(value: tf.Tensor) -> tf.Tensor:
+            """Sum moments of batches over the replicas of the same role."""
+            if not self.roles.trains(self.job.rank):
+                # Save an all-reduce: accelerators run no backward pass, so
+                # scale the local value.
+                return value * len(self.roles.accelerators)
+            group = groups.current()
+            if not group:
+                everyone = self.job.group("moments")
+                group.append(everyone.among(self.peers(everyone.rank)))
+            return differentiable_sum(group[0], value)
+
+        def moments(original: Any, /, *args: Any) -> Any:
+            """Sum the batch moments of a layer in training steps."""
+            if not capturing():
+                return original(*args)
+            with exact_second_derivatives(total):
+                return original(*args)
+
         for node in walk(job.model):
             normalizes = isinstance(node.layer, BatchNormalization)
             if normalizes and node.layer.synchronized:
-                tap_moments(node.layer, lambda x: self._sum_moments(groups, x))
-
-    def _sum_moments(
-        self, groups: TraceLists[Communicator], value: tf.Tensor
-    ) -> tf.Tensor:
-        """Sum moments of batches over the replicas of the same role."""
-        if not self.roles.trains(self.job.rank):
-            # Save an all-reduce: accelerators run no backward pass, so scale
-            # the local value.
-            return value * len(self.roles.accelerators)
-        group = groups.current()
-        if not group:
-            everyone = self.job.group("moments")
-            group.append(everyone.among(self.peers(everyone.rank)))
-        return differentiable_sum(group[0], value)
+                replace_moments(node.layer, moments)
 
     @override
     def peers(self, rank: int) -> tuple[int, ...]:
@@ -210,19 +212,36 @@ class MultiRoleMethod(FOSIMethod):
             call = find_call(model, step.batch, calls)
             self._accelerate(state, role_step, call, begins, target)
         elif state.final_update is not None:
-            self._train_and_sum(role_step, state.final_update, begins)
+            # Add the gradient to the sum of gradients.
+            final = state.final_update
+            role_step.reduce()
+            when(begins, lambda: final.begin(flat_weights(model)))
+
+            def direction() -> Update:
+                final.gradient_sum.assign_add(flat_gradient(role_step))
+                return Update(role_step.gradients)
+
+            role_step.check_finite()
+            role_step.apply(direction)
         else:
             self.train(role_step, state, lambda: None)
         state.progress.assign(target)
-        self._synchronize(state, step)
+        # Wait for all replicas; copy the step counts to accelerators.
+        streak = self.job.local_state(self.job.streaks)
+        counter = replica_copy(raw_iterations(self.job.inner_optimizer).value)
+        count = tf.cast(counter, tf.float64)
+        gathered = everyone.all_gather(
+            tf.concat([[count], streak.to_tensor()], 0)
+        )
+        if state.accelerator is not None:
+            counts = gathered[self.roles.workers[0]]
+            counter.assign(tf.cast(counts[0], counter.dtype))
+            streak.assign(counts[1:], step.gradient_paths())
         self._hand_over(state, role_step.group, everyone)
         self._send_weights(state, everyone)
 
     def _schedule(self, state: RoleState) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return a bool and the next `progress`, both equal on all replicas.
-
-        The bool is True if an estimation begins in this step.
-        """
+        """Return if an estimation begins, and the next `progress`."""
         clock = self.job.clock
         idle = tf.equal(state.progress, 0)
         begins = self.timing.begins(clock, state) & idle
@@ -238,20 +257,6 @@ class MultiRoleMethod(FOSIMethod):
             limit = math.ceil(iterations / fixed)
         limit += state.progress
         return begins, tf.clip_by_value(target, state.progress, limit)
-
-    def _train_and_sum(
-        self, step: Step, final: FinalUpdate, begins: tf.Tensor
-    ) -> None:
-        """Run the inner optimizer; add the gradient to the sum of gradients."""
-        step.reduce()
-        when(begins, lambda: final.begin(flat_weights(self.job.model)))
-
-        def direction() -> Update:
-            final.gradient_sum.assign_add(flat_gradient(step))
-            return Update(step.gradients)
-
-        step.check_finite()
-        step.apply(direction)
 
     def _accelerate(
         self,
@@ -283,19 +288,6 @@ class MultiRoleMethod(FOSIMethod):
         # Use `tf.cond`, not `when`, as in `FOSIMethod.estimate`.
         is_due = target > state.progress
         tf.cond(is_due, in_graph(advance), lambda: tf.constant(0))
-
-    def _synchronize(self, state: RoleState, step: Step) -> None:
-        """Wait for all replicas; copy the step counts to accelerators."""
-        everyone, streak = step.group, self.job.local_state(self.job.streaks)
-        counter = replica_copy(raw_iterations(self.job.inner_optimizer).value)
-        count = tf.cast(counter, tf.float64)
-        gathered = everyone.all_gather(
-            tf.concat([[count], streak.to_tensor()], 0)
-        )
-        if state.accelerator is not None:
-            counts = gathered[self.roles.workers[0]]
-            counter.assign(tf.cast(counts[0], counter.dtype))
-            streak.assign(counts[1:], step.gradient_paths())
 
     def _hand_over(
         self, state: RoleState, peers: Communicator, everyone: Communicator
@@ -480,17 +472,3 @@ def wire_type(variable: keras.Variable) -> tf.DType:
     """Return the dtype of a variable in messages; int64 if not floating."""
     dtype = tf.as_dtype(variable.dtype)
     return dtype if dtype.is_floating else tf.int64
-
-
-def tap_moments(
-    layer: keras.layers.Layer, total: Callable[[tf.Tensor], tf.Tensor]
-) -> None:
-    """Sum the batch moments of a layer by `total` in training steps."""
-
-    def moments(original: Callable[..., Any], /, *args: Any) -> Any:
-        if not capturing():
-            return original(*args)
-        with exact_second_derivatives(total):
-            return original(*args)
-
-    replace_moments(layer, moments)

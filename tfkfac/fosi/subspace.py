@@ -1,7 +1,6 @@
 """State of FOSI on a replica, schedule of estimations, rate of Newton steps."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from tfkfac.checks import is_number
 from tfkfac.distributed.collectives import Communicator, all_reduce_bytes
 from tfkfac.fosi.layouts import Layout, Split, SubspaceStep
 from tfkfac.linalg.tensors import all_finite
-from tfkfac.saving.entries import Contents, Spread
+from tfkfac.saving.entries import Contents, Region, Spread
 from tfkfac.saving.slots import Slots
 from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.training.job import Job
@@ -40,35 +39,34 @@ class InnerTraits(NamedTuple):
 
 
 class Subspace(Slots):
-    """The directions of extreme curvature that one worker keeps.
-
-    Attributes:
-        directions: The local block of V^T.
-        ritz_values: The curvatures of all directions, ascending.
-        square: Running mean square of the Newton steps' lengths.
-        momentum: Local coefficients of the Newton steps' momentum.
-        accumulated: Local coefficients of accumulated gradients, or None.
-        inner_momentum: Local elements of `V^T b` for plain SGD's momentum b.
-    """
+    """The directions of extreme curvature that one worker keeps."""
 
     def __init__(self, layout: Layout, inner: InnerTraits, rank: int) -> None:
         # `OWNED` instead of `REPLICATED`: accelerators have no directions.
         super().__init__("subspace", spread=Spread.OWNED)
         self.layout = layout
-        geometry, (block, local) = layout.geometry, layout.regions(rank)
-        dtype, count = geometry.dtype, layout.shape[:1]
+        geometry, dtype = layout.geometry, layout.geometry.dtype
+        count, shape = layout.shape[:1], (geometry.directions, geometry.size)
+        row, column = (indices.start for indices in layout.ranges(rank))
+        local = Region(shape[:1], (row,))
 
         def coefficients(name: str) -> tf.Variable:
             return self.slot(name, count, dtype, region=local)
 
+        # The local block of V^T, and the curvatures of all directions.
         self.directions = self.slot(
-            "directions", layout.shape, dtype, region=block
+            "directions",
+            layout.shape,
+            dtype,
+            region=Region(shape, (row, column)),
         )
         self.ritz_values = self.slot(
             "ritz_values", [geometry.directions], dtype
         )
+        # Mean square of the Newton steps' lengths, and their momentum.
         self.square = self.slot("square", dtype=dtype, least=0)
         self.momentum = coefficients("momentum")
+        # Of accumulated gradients; `V^T b` for plain SGD's momentum b.
         self.accumulated = self.inner_momentum = None
         if inner.accumulates:
             self.accumulated = coefficients("accumulated")
@@ -90,7 +88,7 @@ class Subspace(Slots):
     ) -> None:
         """Replace the directions; project the momentum on the new ones."""
         strong = tf.cast(is_strong(ritz_values), directions.dtype)
-        mask = self.layout.local_values(strong, group.rank)[:, None]
+        mask = self.layout.columns.local_slice(strong, group.rank)[:, None]
         masked = directions * mask
         for variable in self._projected_variables():
             vector = self.combine([tf.convert_to_tensor(variable)], group)
@@ -172,7 +170,7 @@ class Subspace(Slots):
         strong = is_strong(values)
         safe = tf.where(strong, tf.abs(values), tf.ones_like(values))
         inverse = tf.where(strong, 1 / safe, tf.zeros_like(values))
-        return self.layout.local_values(inverse, rank)
+        return self.layout.columns.local_slice(inverse, rank)
 
 
 def is_strong(values: tf.Tensor) -> tf.Tensor:
@@ -182,29 +180,23 @@ def is_strong(values: tf.Tensor) -> tf.Tensor:
 
 
 class State(Slots):
-    """The curvature state of one replica.
-
-    Attributes:
-        subspace: The directions; None on an accelerator.
-        last: Clock at the start of the last estimation; -1 before the first.
-        failures: Number of estimations that were not finite.
-        forgotten: Number of times that invalid directions were dropped.
-        warmup: Updates before the first estimation; -1 if unknown.
-        largest_rate: The largest inner learning rate so far.
-    """
+    """The curvature state of one replica."""
 
     def __init__(self, layout: Layout, subspace: Subspace | None) -> None:
         super().__init__("replica")
         self.layout = layout
-        self.subspace = subspace
+        self.subspace = subspace  # None on an accelerator
         worker_options: dict[str, Any] = {
             "spread": Spread.OWNED,
             "saved": subspace is not None,
         }
         self.estimations = self.slot("estimations", **worker_options)
+        # Clock at the start of the last estimation; -1 before the first.
         self.last = self.slot("last_estimation", value=-1, least=-1)
+        # Estimations that were not finite; drops of invalid directions.
         self.failures = self.slot("failures", **worker_options)
         self.forgotten = self.slot("forgotten", saved=False)
+        # Updates before the first estimation; -1 if unknown.
         self.warmup = self.slot("warmup", value=-1, least=-1)
         self.largest_rate = self.slot("largest_rate", (), "float64", least=0)
 
@@ -263,28 +255,6 @@ class Timing:
         warmup = tf.convert_to_tensor(state.warmup)
         default = tf.constant(WARMUP_STEPS, warmup.dtype)
         return clock - tf.where(warmup < 0, default, warmup)
-
-
-def default_warmup(job: Job, states: Sequence[State], steps: int | None) -> int:
-    """Return the default warm-up, in updates, of a run of `steps` steps.
-
-    The result is equal on all processes. -1 if `steps` is None, or if several
-    processes have no states yet.
-    """
-    warmup = -1
-    if steps is not None:
-        inner = job.inner_optimizer
-        updates = steps // (inner.gradient_accumulation_steps or 1)
-        warmup = math.ceil(WARMUP_SHARE * updates)
-    if job.topology.replicas == len(job.topology.local):
-        return warmup
-    if not states:
-        return -1
-    # Use the first process' value: with different warm-ups, workers would hang.
-    with tf.device("CPU:0"):
-        local = tf.constant([warmup], tf.int64)
-        gathered = job.among_processes("run length").all_gather(local)
-    return int(gathered[0, 0])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -178,9 +178,6 @@ class SplitUpdate:
             results = [split.coefficients, *(remainders[i] for i in order)]
             return [split.valid, *(tf.identity(x) for x in results)]
 
-        def without_directions() -> list[tf.Tensor]:
-            return [tf.constant(False), zeros, *map(tf.zeros_like, dense)]
-
         def keep_gradients() -> list[tf.Tensor]:
             if state.layout.reduces_gradients:
                 return [zeros, *step.group.all_reduce(dense)]
@@ -188,7 +185,11 @@ class SplitUpdate:
 
         has_directions = state.estimations > 0
         # `valid` is equal on all replicas: all take the same branch.
-        valid, *results = tf.cond(has_directions, project, without_directions)
+        valid, *results = tf.cond(
+            has_directions,
+            project,
+            lambda: [tf.constant(False), zeros, *map(tf.zeros_like, dense)],
+        )
         invalid = has_directions & ~valid
         count_each(
             invalid,

@@ -12,13 +12,7 @@ from tfkfac.compat.graphs import Tracked
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import all_reduce_bytes
 from tfkfac.gauss_newton.objective import Jacobian, Objective, activations
-from tfkfac.gauss_newton.solve import (
-    NormalEquations,
-    ParameterSpace,
-    ResidualSpace,
-    Search,
-    search,
-)
+from tfkfac.gauss_newton.solve import NormalEquations, Search, search
 from tfkfac.gauss_newton.support import (
     DEFAULT_MAX_BYTES,
     PARAMETERS,
@@ -27,19 +21,19 @@ from tfkfac.gauss_newton.support import (
     check_model,
     choose_solve_spaces,
     l2_of,
-    train_without_xla,
     why_only_parameters,
 )
-from tfkfac.linalg.symmetric import packed_size
+from tfkfac.linalg.symmetric import pack, packed_size, unpack
 from tfkfac.linalg.vectors import FlatSpace
 from tfkfac.saving.entries import Contents
 from tfkfac.saving.slots import Slots, planned
 from tfkfac.shell.conditions import Conditions
 from tfkfac.shell.method import Method
+from tfkfac.shell.model import train_without_xla
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
-from tfkfac.training.step import Gradients, Step, Update, indices_in
+from tfkfac.training.step import Step, Update, indices_in
 
 # Numbers of residuals for which `summary` shows sizes before the first step.
 EXAMPLES = (100, 1_000, 10_000, 100_000)
@@ -66,21 +60,17 @@ class Settings:
 
 
 class State(Slots):
-    """State of one replica, equal on all replicas.
-
-    Attributes:
-        damping: Damping of the first try of the next step, float64.
-        previous: The previous step d; zero if it was rejected.
-        settled: Number of steps whose reduction is below rounding errors.
-        last: Values of `last_step`, not saved.
-    """
+    """State of one replica, equal on all replicas."""
 
     def __init__(self, damping: float, space: FlatSpace) -> None:
         super().__init__("replica")
+        # Damping of the first try of the next step, and the previous step d,
+        # zero if it was rejected.
         self.damping = self.slot("damping", (), "float64", damping, least=0)
         self.previous = self.slot("previous_step", [space.size], space.dtype)
         self.tries = self.slot("tries")
         self.rejected = self.slot("rejected_steps")
+        # Steps whose reduction is below rounding errors.
         self.settled = self.slot("settled_steps")
         self.last = self.slot("last", [len(_NAMES)], "float64", saved=False)
 
@@ -139,7 +129,12 @@ class GaussNewtonMethod(Method):
                 limits.block, limits.pass_examples
             )
         state = self.job.local_state(self.states)
-        gradients_of = self.drop_gradients(step, before)
+        # Drop Keras' gradients, which the Jacobian makes redundant.
+        indices = iter(indices_in(step, model.trainable_variables))
+        weight_indices = [
+            None if g is None else next(indices) for g in step.gradients
+        ]
+        step.drop_gradients(range(len(weight_indices)), before)
         searches = [
             functools.partial(
                 self.search, space, objective, before, jacobian, state
@@ -154,29 +149,13 @@ class GaussNewtonMethod(Method):
                 limit = min(self.space.size - 1, self.limits.max_residuals())
                 result = tf.cond(residuals <= limit, *searches)
             state.record(result, residuals, self.job.name)
-            return Update(gradients_of(result.change))
+            tensors = self.space.split(-result.change)  # gradients for SGD
+            return Update(
+                [None if i is None else tensors[i] for i in weight_indices]
+            )
 
         step.check_finite()
         step.apply(direction)
-
-    def drop_gradients(
-        self, step: Step, loss: tf.Tensor
-    ) -> Callable[[tf.Tensor], Gradients]:
-        """Drop Keras' gradients, which the Jacobian makes redundant.
-
-        Returns a function from a step d to the gradients -d for SGD.
-        """
-        indices = iter(indices_in(step, self.job.model.trainable_variables))
-        weight_indices = [
-            None if g is None else next(indices) for g in step.gradients
-        ]
-        step.drop_gradients(range(len(weight_indices)), loss)
-
-        def gradients(change: tf.Tensor) -> Gradients:
-            tensors = self.space.split(-change)
-            return [None if i is None else tensors[i] for i in weight_indices]
-
-        return gradients
 
     def search(
         self,
@@ -187,14 +166,33 @@ class GaussNewtonMethod(Method):
         state: State,
     ) -> Search:
         """Try dampings, solving in `space`, until a step lowers the loss."""
-        equations: NormalEquations
         derivatives: Callable[[tf.Tensor], tf.Tensor]
         if space == RESIDUALS:
             residuals = jacobian.residuals()
-            equations = ResidualSpace(jacobian.matrix(), residuals)
+            matrix = jacobian.matrix()
+            equations = NormalEquations.of_residuals(matrix, residuals)
             derivatives = jacobian.second_derivatives
         else:
-            equations, before = self.sum_squares(objective, before, jacobian)
+            # Sum `K^T K`, `K^T r` and the loss over all replicas.
+            matrix, gradient = jacobian.gram_matrix()
+            group = objective.step.group
+            if group.size > 1:
+                # Send a triangle of the symmetric matrix.
+                tensors = [pack(matrix), gradient, before]
+                packed, gradient, before = group.all_reduce(tensors)
+                matrix = unpack(packed, tuple(matrix.shape))
+            # Diagonal of R, the Hessian of the L2 penalties.
+            ridge = self.space.join(
+                [
+                    2 * l2_of(v) * tf.ones(v.shape, self.space.dtype)
+                    for v in self.job.model.trainable_variables
+                ]
+            )
+            diagonal = tf.linalg.diag_part(matrix) + ridge
+            equations = NormalEquations.of_weights(
+                tf.linalg.set_diag(matrix, diagonal),
+                gradient + ridge * self.space.join(jacobian.values),
+            )
 
             def derivatives(change: tf.Tensor) -> tf.Tensor:
                 vector = jacobian.second_derivatives(change)
@@ -212,26 +210,6 @@ class GaussNewtonMethod(Method):
             objective.precision,
             derivatives,
         )
-
-    def sum_squares(
-        self, objective: Objective, loss: tf.Tensor, jacobian: Jacobian
-    ) -> tuple[NormalEquations, tf.Tensor]:
-        """Sum `K^T K`, `K^T r` and the loss over all replicas."""
-        matrix, gradient = jacobian.gram_matrix()
-        matrix, gradient, before = objective.total(matrix, gradient, loss)
-        # Diagonal of R, the Hessian of the L2 penalties.
-        ridge = self.space.join(
-            [
-                2 * l2_of(v) * tf.ones(v.shape, self.space.dtype)
-                for v in self.job.model.trainable_variables
-            ]
-        )
-        diagonal = tf.linalg.diag_part(matrix) + ridge
-        equations = ParameterSpace(
-            tf.linalg.set_diag(matrix, diagonal),
-            gradient + ridge * self.space.join(jacobian.values),
-        )
-        return equations, before
 
     def spaces(
         self, objective: Objective, residuals: int | tf.Tensor
@@ -252,7 +230,11 @@ class GaussNewtonMethod(Method):
     @override
     def attach(self, job: Job) -> None:
         self.job = job
-        train_without_xla(job.model)
+        train_without_xla(
+            job.model,
+            "XLA compiles neither the Jacobian of second derivatives nor "
+            "TensorFlow's least squares, which `GaussNewton` needs.",
+        )
         ForwardTap.open(job.model)
 
     @property
@@ -308,7 +290,7 @@ class GaussNewtonMethod(Method):
         titles = [
             f"GaussNewton '{job.name}' of model '{job.model.name}': "
             f"{self.space.size:,} weights n in {self.space.dtype.name}, "
-            f"state {state}.",
+            f"state {state}."
         ]
         if last:
             damping = float(self.states[0].damping.numpy())

@@ -25,7 +25,7 @@ from tfkfac.curvature.hessian import dense, tape
 from tfkfac.fisher.distributions import Normal, Output, output_of
 from tfkfac.fisher.roots import Root, root_of
 from tfkfac.gauss_newton.support import check_call
-from tfkfac.linalg.symmetric import band_shapes, bands, from_bands, pack, unpack
+from tfkfac.linalg.symmetric import band_shapes, bands, from_bands
 from tfkfac.linalg.vectors import FlatSpace
 from tfkfac.loss.batch import find_call, loss_of_outputs, replay_loss, stateless
 from tfkfac.shell.conditions import Conditions
@@ -236,10 +236,7 @@ class Jacobian:
         points: Sequence[tf.Tensor],
         values: Sequence[tf.Tensor],
     ) -> tf.Tensor:
-        """Compute the outputs y that the losses use, `(examples, size)`.
-
-        `values` are the values of the weights.
-        """
+        """Compute the outputs y that the losses use, `(examples, size)`."""
         mapping = list(zip(self.weights, values, strict=True))
         columns = []
         with stateless(self.model, mapping):
@@ -323,7 +320,7 @@ class Objective:
         Both are over this replica's examples, and reuse the outputs of the
         training step's forward pass.
         """
-        model, dtype = self.step.job.model, self.space.dtype
+        step, model, dtype = self.step, self.step.job.model, self.space.dtype
         values = [tf.identity(v.value) for v in self.weights]
         mapping = list(zip(self.weights, values, strict=True))
         with tape(persistent=True) as back:
@@ -336,11 +333,29 @@ class Objective:
                     model, self.arguments, outputs, self.step.loss.shares
                 )
         slopes = back.gradient(loss, [r.leaves for r in readings])
-        inputs = find_loss_inputs(self.step, self.call, readings, slopes, dtype)
+        # The outputs or logits that the losses use.
+        losses = step.loss.losses
+        shares = step.loss.shares or [tf.ones([], tf.float64)] * len(losses)
+        used = outputs_of_losses(step, self.call)
+        inputs = []
+        for terms, share, (i, output) in zip(losses, shares, used, strict=True):
+            # The leaves are the logits, if any, and then the output.
+            leaf = next(k for k, s in enumerate(slopes[i]) if s is not None)
+            is_logits = leaf < len(readings[i].leaves) - 1
+            value = readings[i].leaves[leaf]
+            size = math.prod(value.shape[1:])
+            slope = tf.reshape(tf.cast(slopes[i][leaf], dtype), [-1, size])
+            # The factor of `sum nll_t` in the mean loss over all replicas.
+            scale = terms.unit
+            if not terms.summed:
+                count = step.job.topology.replicas * terms.count
+                scale = tf.math.divide_no_nan(scale * share, count)
+            root = root_of(output, tf.cast(value, dtype), is_logits, scale)
+            inputs.append(LossInput(i, is_logits, value, slope, root, size))
         rows = []
         for r in self.rows:
-            used = [x for x in inputs if x.position in r.indices]
-            rows.append(r._replace(loss_inputs=used))
+            loss_inputs = [x for x in inputs if x.position in r.indices]
+            rows.append(r._replace(loss_inputs=loss_inputs))
         jacobian = Jacobian(
             model, rows, self.weights, values, self.space, block, max_examples
         )
@@ -364,17 +379,6 @@ class Objective:
         (total,) = self.step.group.all_reduce([replica_value])
         return total
 
-    def total(
-        self, matrix: tf.Tensor, gradient: tf.Tensor, loss: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Sum over all replicas, sending a triangle of the symmetric matrix."""
-        group = self.step.group
-        if group.size == 1:
-            return matrix, gradient, loss
-        tensors = [pack(matrix), gradient, loss]
-        packed, gradient, loss = group.all_reduce(tensors)
-        return unpack(packed, tuple(matrix.shape)), gradient, loss
-
 
 def rows_of(step: Step, call: ForwardCall) -> list[Rows]:
     """Return one `Rows` for the model, or one per condition of `minimize`."""
@@ -385,10 +389,16 @@ def rows_of(step: Step, call: ForwardCall) -> list[Rows]:
     if isinstance(model, Conditions):
         (points,) = call.args
         names = keras.tree.flatten({name: name for name in points})
-        return [
-            Rows(condition_of(model, name, i), [points[name]], [i], sizes[i])
-            for i, name in enumerate(names)
-        ]
+        rows = []
+        for i, name in enumerate(names):
+
+            def condition(
+                inputs: Sequence[tf.Tensor], i: int = i, name: str = name
+            ) -> dict[int, tf.Tensor]:
+                return {i: model({name: inputs[0]})[name]}
+
+            rows.append(Rows(condition, [points[name]], [i], sizes[i]))
+        return rows
     leaves = keras.tree.flatten((call.args, call.kwargs))
     shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in leaves]
     tensors = [i for i, shape in enumerate(shapes) if len(shape) > 0]
@@ -407,13 +417,6 @@ def rows_of(step: Step, call: ForwardCall) -> list[Rows]:
     return [Rows(outputs, points, range(len(sizes)), sum(sizes))]
 
 
-def condition_of(
-    model: keras.Model, name: str, index: int
-) -> Callable[[Sequence[tf.Tensor]], dict[int, tf.Tensor]]:
-    """Return a function from points to the output of one condition."""
-    return lambda points: {index: model({name: points[0]})[name]}
-
-
 def outputs_of_losses(
     step: Step, call: ForwardCall
 ) -> list[tuple[int, Output]]:
@@ -425,39 +428,6 @@ def outputs_of_losses(
         output = output_of(terms, Normal())
         assert isinstance(output, Output)
         result.append((indices[id(output.predictions)], output))
-    return result
-
-
-def find_loss_inputs(
-    step: Step,
-    call: ForwardCall,
-    readings: Sequence[Reading],
-    slopes: Sequence[Sequence[tf.Tensor | None]],
-    dtype: tf.DType,
-) -> list[LossInput]:
-    """Find the outputs or logits that the losses of a step use.
-
-    `slopes` are the gradients of the loss at the leaves of the readings.
-    """
-    losses, replicas = step.loss.losses, step.job.topology.replicas
-    shares = step.loss.shares or [tf.ones([], tf.float64)] * len(losses)
-    result = []
-    outputs = outputs_of_losses(step, call)
-    for terms, share, (i, output) in zip(losses, shares, outputs, strict=True):
-        # The leaves are the logits, if any, and then the output.
-        leaves = readings[i].leaves
-        leaf = next(k for k, slope in enumerate(slopes[i]) if slope is not None)
-        is_logits = leaf < len(leaves) - 1
-        size = math.prod(leaves[leaf].shape[1:])
-        slope = tf.reshape(tf.cast(slopes[i][leaf], dtype), [-1, size])
-        # The factor of `sum nll_t` in the mean loss over all replicas.
-        scale = terms.unit
-        if not terms.summed:
-            count = replicas * terms.count
-            scale = tf.math.divide_no_nan(scale * share, count)
-        values = tf.cast(leaves[leaf], dtype)
-        root = root_of(output, values, is_logits, scale)
-        result.append(LossInput(i, is_logits, leaves[leaf], slope, root, size))
     return result
 
 

@@ -1,5 +1,7 @@
 """`GaussNewton`: exact Gauss-Newton steps as a Keras optimizer."""
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -19,7 +21,6 @@ from tfkfac.shell.arguments import check_rate
 from tfkfac.shell.conditions import (
     MAX_STEPS,
     Conditions,
-    MinimizeCallback,
     Points,
     check_conditions,
 )
@@ -271,13 +272,28 @@ class GaussNewton(SecondOrderOptimizer):
                 "Argument `seconds` must be None with several processes, whose "
                 f"clocks differ. Received: seconds={seconds}"
             )
+        end, num_done = time.monotonic() + (seconds or math.inf), 0
+
+        def begin_epoch(epoch: int, logs: Any) -> None:
+            nonlocal num_done
+            num_done = epoch * every
+            model.points.resample(int(self.iterations.numpy()))
+
+        def end_step(batch: int, logs: Any) -> None:
+            is_last = num_done + batch + 1 >= steps
+            if is_last or time.monotonic() > end:
+                model.stop_training = True
+
+        callback = keras.callbacks.LambdaCallback(
+            on_epoch_begin=begin_epoch, on_train_batch_end=end_step
+        )
         history: keras.callbacks.History = model.fit(
             model.dummy_data(),
             steps_per_epoch=every,
             epochs=-(-steps // every),
             verbose=0,
             shuffle=False,
-            callbacks=[*callbacks, MinimizeCallback(steps, seconds, every)],
+            callbacks=[*callbacks, callback],
         )
         return history
 

@@ -29,25 +29,38 @@ and one accepted try would leave 2/3 of the damping, and the next step would
 fail again. The unit of the damping is the mean diagonal of `K^T K + R`.
 """
 
-import abc
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import tensorflow as tf
-from typing_extensions import override
 
 from tfkfac.compat.graphs import repeat
 from tfkfac.linalg.tensors import all_finite, rounding
 from tfkfac.linalg.vectors import row_products
 
 
-class NormalEquations(abc.ABC):
-    """The quadratic model of the loss in one step."""
+class NormalEquations(NamedTuple):
+    """The quadratic model of the loss in one step, in one of the spaces."""
 
+    matrix: tf.Tensor  # `K^T K + R`, `(n, n)`, or `K K^T`, `(m, m)`
+    right: tf.Tensor  # g, or r
     gradient: tf.Tensor  # g
     scale: tf.Tensor  # mean diagonal of `K^T K + R`, the unit of the damping
+    rows: tf.Tensor | None = None  # K; None in the space of weights
 
-    matrix: tf.Tensor  # `K^T K + R` or `K K^T`
+    @classmethod
+    def of_weights(cls, matrix: tf.Tensor, gradient: tf.Tensor) -> Self:
+        """Create the equations in the space of weights."""
+        scale = unit(tf.reduce_mean(tf.linalg.diag_part(matrix)))
+        return cls(matrix, gradient, gradient, scale)
+
+    @classmethod
+    def of_residuals(cls, rows: tf.Tensor, residuals: tf.Tensor) -> Self:
+        """Create the equations in the space of residuals."""
+        matrix = tf.matmul(rows, rows, transpose_b=True)
+        gradient = tf.linalg.matvec(rows, residuals, transpose_a=True)
+        scale = unit(tf.linalg.trace(matrix) / rows.shape[1])
+        return cls(matrix, residuals, gradient, scale, rows)
 
     def factor(self, shift: tf.Tensor) -> tf.Tensor:
         """Return the Cholesky factor of `matrix + shift I`; NaN if it fails."""
@@ -55,11 +68,10 @@ class NormalEquations(abc.ABC):
         damped = tf.linalg.set_diag(self.matrix, diagonal)
         return tf.linalg.cholesky(damped)
 
-    @abc.abstractmethod
     def step(self, factor: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
         """Return the step d, given the result of `factor`."""
+        return start - self._solve(factor, self.right + self._image(start))
 
-    @abc.abstractmethod
     def correction(
         self, factor: tf.Tensor, derivatives: tf.Tensor
     ) -> tf.Tensor:
@@ -67,73 +79,30 @@ class NormalEquations(abc.ABC):
 
         `derivatives` is `r''` in the space of residuals, else `K^T r''`.
         """
+        return -self._solve(factor, derivatives) / 2
 
-    @abc.abstractmethod
     def curvature(self, step: tf.Tensor) -> tf.Tensor:
         """Return `d^T (K^T K + R) d`, a float64 scalar."""
+        image = self._image(step)
+        return inner(step if self.rows is None else image, image)
 
+    def _image(self, step: tf.Tensor) -> tf.Tensor:
+        """Return `(K^T K + R) d` in the space of weights, else `K d`."""
+        if self.rows is None:
+            return tf.linalg.matvec(self.matrix, step)
+        return row_products(self.rows, step)
 
-class ParameterSpace(NormalEquations):
-    """Solution in the space of weights, by `K^T K + R`, `(n, n)`."""
-
-    def __init__(self, matrix: tf.Tensor, gradient: tf.Tensor) -> None:
-        self.matrix = matrix
-        self.gradient = gradient
-        self.scale = unit(tf.reduce_mean(tf.linalg.diag_part(matrix)))
-
-    @override
-    def step(self, factor: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
-        rhs = self.gradient + tf.linalg.matvec(self.matrix, start)
-        return start - solve(factor, rhs)
-
-    @override
-    def correction(
-        self, factor: tf.Tensor, derivatives: tf.Tensor
-    ) -> tf.Tensor:
-        return -solve(factor, derivatives) / 2
-
-    @override
-    def curvature(self, step: tf.Tensor) -> tf.Tensor:
-        return inner(step, tf.linalg.matvec(self.matrix, step))
-
-
-class ResidualSpace(NormalEquations):
-    """Solution in the space of residuals, by `K K^T`, `(m, m)`."""
-
-    def __init__(self, rows: tf.Tensor, residuals: tf.Tensor) -> None:
-        self.rows = rows
-        self.residuals = residuals
-        self.gradient = tf.linalg.matvec(rows, residuals, transpose_a=True)
-        self.matrix = tf.matmul(rows, rows, transpose_b=True)
-        self.scale = unit(tf.linalg.trace(self.matrix) / rows.shape[1])
-
-    @override
-    def step(self, factor: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
-        rhs = self.residuals + row_products(self.rows, start)
-        dual = solve(factor, rhs)
-        return start - tf.linalg.matvec(self.rows, dual, transpose_a=True)
-
-    @override
-    def correction(
-        self, factor: tf.Tensor, derivatives: tf.Tensor
-    ) -> tf.Tensor:
-        dual = solve(factor, derivatives)
-        return -tf.linalg.matvec(self.rows, dual, transpose_a=True) / 2
-
-    @override
-    def curvature(self, step: tf.Tensor) -> tf.Tensor:
-        image = row_products(self.rows, step)
-        return inner(image, image)
+    def _solve(self, factor: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+        """Solve for one right-hand side; return a vector of weights."""
+        solution = tf.linalg.cholesky_solve(factor, right[:, None])[:, 0]
+        if self.rows is None:
+            return solution
+        return tf.linalg.matvec(self.rows, solution, transpose_a=True)
 
 
 def unit(mean: tf.Tensor) -> tf.Tensor:
     """Return `mean`, or 1 if `mean` is 0, as the unit of the damping."""
     return tf.where(mean == 0, tf.ones_like(mean), mean)
-
-
-def solve(factor: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
-    """Solve for one right-hand side with a Cholesky factor."""
-    return tf.linalg.cholesky_solve(factor, right[:, None])[:, 0]
 
 
 def inner(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:

@@ -15,7 +15,6 @@ from tfkfac.fisher.distributions import Normal, output_of
 from tfkfac.loss.batch import changed_layers
 from tfkfac.loss.recognition import LOCATION
 from tfkfac.loss.terms import LossTerms, recognized
-from tfkfac.shell.model import uses_xla
 from tfkfac.shell.tables import bytes_text, unit_of
 from tfkfac.training.guards import refuse
 
@@ -46,19 +45,6 @@ def check_model(model: keras.Model) -> None:
                 f"Variable '{variable.path}' has a constraint, which "
                 f"`GaussNewton` does not support. {_ADVICE}"
             )
-
-
-def train_without_xla(model: keras.Model) -> None:
-    """Turn off XLA, which Keras turns on for GPUs, and warn."""
-    if not uses_xla(model):
-        return
-    warnings.warn(
-        "XLA compiles neither the Jacobian of second derivatives nor "
-        "TensorFlow's least squares, which `GaussNewton` needs. Model "
-        f"'{model.name}' trains with jit_compile=False.",
-        stacklevel=2,
-    )
-    model.jit_compile = False
 
 
 def l2_of(variable: keras.Variable) -> float:

@@ -31,6 +31,7 @@ from tfkfac.kfac.active import (
     scale_outputs,
     with_rows,
 )
+from tfkfac.kfac.averages import CACHED_ELEMENTS, MAX_ELEMENTS
 from tfkfac.kfac.length import Batch
 from tfkfac.kfac.natural import Natural, count_invalid
 from tfkfac.kfac.placement import (
@@ -48,6 +49,7 @@ from tfkfac.loss.batch import trace_nested_calls
 from tfkfac.loss.terms import recognized
 from tfkfac.saving.entries import Contents
 from tfkfac.shell.method import Method
+from tfkfac.shell.model import uses_xla
 from tfkfac.shell.rest import follow_lengths
 from tfkfac.solvers.registry import make_solver
 from tfkfac.training.job import Job
@@ -478,10 +480,20 @@ class KFACMethod(Method):
         if warning is not None:
             self._advise(warning)
         existing = dict(zip(self.job.topology.local, self.states, strict=False))
+        uses_cache = not (
+            self._rule.has_momenta
+            or uses_xla(self.job.model)
+            or tf.config.list_physical_devices("GPU")
+        )
 
         def make_state(rank: int) -> State:
             state = existing.get(rank) or State()
-            state.fill(placement, rank, self._rule.has_momenta)
+            state.fill(
+                placement,
+                rank,
+                self._rule.has_momenta,
+                CACHED_ELEMENTS if uses_cache else MAX_ELEMENTS,
+            )
             if self.settings.gradient_accumulation_steps is not None:
                 state.accumulate(
                     self.settings.gradient_accumulation_steps,

@@ -1,4 +1,4 @@
-"""K-FAC as a preconditioner in front of any Keras optimizer."""
+"""The optimizer `KFAC`: spectral steps and natural-gradient steps."""
 
 from collections.abc import Iterable
 from typing import Any, Self, TypeAlias
@@ -46,19 +46,23 @@ Inner: TypeAlias = keras.optimizers.Optimizer | str | dict[str, Any]
 
 @keras.saving.register_keras_serializable(package="tfkfac")
 class KFAC(SecondOrderOptimizer):
-    """Kronecker-factored approximate curvature in front of any optimizer.
+    """Train by the Kronecker-factored curvature of each layer (K-FAC).
 
-    For each layer the gradient, as a matrix `W` of inputs by outputs, is
-    multiplied by the inverse of `A (x) G`: the second moments of the layer's
-    inputs and of the gradients at its pre-activations (Martens & Grosse, 2015;
-    Distributed K-FAC, TPDS 2022). Factors and decompositions are updated at
-    separate intervals. The result, clipped in the metric of the Fisher
-    matrix, goes to the inner optimizer.
+    `KFAC()` takes spectral steps: they move all singular directions of a
+    layer's momentum by equal lengths, in the metric of `A (x) G`. A and G are
+    the second moments of the layer's inputs and of the gradients at its
+    pre-activations. The length of a step follows from the loss, so nothing
+    has to be tuned. The learning rate is a factor of this length, which falls
+    linearly from 1 to 0 over each `fit`.
 
-    Without arguments nothing has to be tuned: spectral steps, whose learning
-    rate falls linearly to 0 over each `fit`. A learning rate or an inner
-    optimizer gives natural-gradient steps, the K-FAC of the papers; these
-    learning rates are about 100 times those of Adam.
+    `KFAC(inner_optimizer)` and `KFAC(learning_rate=...)` take natural-gradient
+    steps, the K-FAC of the papers (Martens & Grosse, 2015; Distributed K-FAC,
+    TPDS 2022). The gradient of each layer, as a matrix `W` of inputs by
+    outputs, is multiplied by the inverse of `A (x) G`, clipped in the metric
+    of the Fisher matrix, and passed to the inner optimizer. These learning
+    rates are about 100 times those of Adam.
+
+    Factors and their decompositions are updated at separate intervals.
 
     Factors, damping and clip are in units of the negative log-likelihood of a
     term of the loss (an example, token or pixel, whatever Keras' mean is over):

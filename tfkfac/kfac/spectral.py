@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
@@ -41,7 +42,6 @@ from tfkfac.kfac.averages import (
     per_row,
     plain_bytes,
     plain_matrices,
-    rows_finite,
 )
 from tfkfac.kfac.length import HINT_STEP, RMS, WARMUP, Batch, StepReport
 from tfkfac.kfac.natural import (
@@ -324,25 +324,26 @@ def _orthogonalize(
     nesterov, sizes = [], []
     for group, gradients, X in zip(groups, plain, whitened, strict=True):
         if group.state.momentum is not None and X is not None:
-            W_sizes = [
-                tf.concat(parts, 0) if len(parts) > 1 else parts[0]
-                for parts in zip(*map(extents, gradients), strict=True)
-            ]
-            X, *N_sizes = group.state.momentum.add(
-                group.rows, X, W_sizes, momentum
+            W_sizes = [extents(W) for W in gradients]
+            X, N_sizes = group.state.momentum.add(
+                group.rows,
+                X,
+                tf.concat(W_sizes, 0) if len(W_sizes) > 1 else W_sizes[0],
+                momentum,
             )
             nesterov.append(X)
             sizes.append(N_sizes)
-    factors = iter(zip(orthogonal_factors(nesterov), sizes, strict=True))
-    results: list[Sequence[tf.Tensor] | None] = []
-    for group in groups:
-        if group.state.decomposition is None:
-            results.append(None)
-            continue
-        Q, N_sizes = next(factors)
-        D = group.state.decomposition.apply_back(group.rows, Q)
-        results.append(_with_size(D, Q, *N_sizes))
-    return plain, results
+    stored = [g for g in groups if g.state.decomposition is not None]
+    factors = orthogonal_factors(nesterov)
+    pairs = []
+    for group, Q in zip(stored, factors, strict=True):
+        assert group.state.decomposition is not None
+        pairs.append((group.state.decomposition.apply_back(group.rows, Q), Q))
+    results = iter(with_sizes(pairs, sizes))
+    return plain, [
+        None if group.state.decomposition is None else next(results)
+        for group in groups
+    ]
 
 
 def orthogonal_factors(matrices: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -355,49 +356,70 @@ def orthogonal_factors(matrices: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     )
 
 
-def extents(W: LayerGradient) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the largest absolute element of each row and column.
+def extents(W: LayerGradient) -> tf.Tensor:
+    """Return the largest absolute element of each row, then of each column.
 
     For a product `a^T g`, return bounds that are zero if all products are.
     """
     if isinstance(W, RowGradient):
         a, g = tf.abs(W.a), tf.abs(W.g)
-        return (
-            tf.linalg.matvec(a, tf.reduce_max(g, -1), transpose_a=True),
-            tf.linalg.matvec(g, tf.reduce_max(a, -1), transpose_a=True),
-        )
-    sizes = tf.abs(W.matrix)
-    return tf.reduce_max(sizes, -1), tf.reduce_max(sizes, -2)
+        rows = tf.linalg.matvec(a, tf.reduce_max(g, -1), transpose_a=True)
+        columns = tf.linalg.matvec(g, tf.reduce_max(a, -1), transpose_a=True)
+    else:
+        sizes = tf.abs(W.matrix)
+        rows, columns = tf.reduce_max(sizes, -1), tf.reduce_max(sizes, -2)
+    return tf.concat([rows, columns], -1)
 
 
-def clear_unused(
-    direction: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor
-) -> tf.Tensor:
+def clear_unused(direction: tf.Tensor, sizes: tf.Tensor) -> tf.Tensor:
     """Set a direction to zero where the extents of its gradient are zero.
 
     Columns below the rounding error count as zero, because orthogonalisation
     would make them long. Rows with only rounding errors (a bias before a
     normalisation) are kept: A mixes other rows of the gradient into them.
     """
+    rows, columns = tf.split(sizes, direction.shape[-2:], -1)
     largest = tf.reduce_max(columns, -1, keepdims=True)
     is_used = columns > rounding(columns.dtype) * largest
-    used = (rows > 0)[..., :, None] & is_used[..., None, :]
+    used = tf.expand_dims(rows > 0, -1) & tf.expand_dims(is_used, -2)
     return direction * tf.cast(used, direction.dtype)
 
 
-def _with_size(
-    D: tf.Tensor, Q: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
+def with_sizes(
+    pairs: Sequence[tuple[tf.Tensor, tf.Tensor]], sizes: Sequence[tf.Tensor]
+) -> list[tuple[tf.Tensor, tf.Tensor]]:
     """Scale D to the RMS `RMS`, and Q likewise; return D and `|Q|^2`.
 
-    `rows` and `columns` are the extents of N. All tensors are stacks.
+    Args:
+        pairs: Stacks D and Q.
+        sizes: Extents of N, see `extents`.
     """
-    D = clear_unused(D, rows, columns)
-    norm = tf.sqrt(2 * row_squares(D))
-    scale = tf.math.divide_no_nan(tf.constant(_unit_norm(D), D.dtype), norm)
-    square = tf.square(scale) * 2 * row_squares(Q)
+    if not pairs:
+        return []
+    directions = [
+        clear_unused(D, x) for (D, _), x in zip(pairs, sizes, strict=True)
+    ]
+    counts = [D.shape[0] for D in directions]
+    dtype = max((D.dtype for D in directions), key=lambda dtype: dtype.size)
+
+    def norms(stacks: Sequence[tf.Tensor]) -> tf.Tensor:
+        halves = [tf.cast(row_squares(x), dtype) for x in stacks]
+        return tf.sqrt(2 * tf.concat(halves, 0))
+
+    norm = norms(directions)
+    units = np.repeat([_unit_norm(D) for D in directions], counts)
+    scale = tf.math.divide_no_nan(tf.constant(units, dtype), norm)
     # Add NaN for an infinite D, whose scale is 0.
-    return D * per_row(scale, D), square + 0 * norm
+    square = tf.square(scale * norms([Q for _, Q in pairs])) + 0 * norm
+    return [
+        (D * per_row(tf.cast(factor, D.dtype), D), tf.cast(value, D.dtype))
+        for D, factor, value in zip(
+            directions,
+            tf.split(scale, counts),
+            tf.split(square, counts),
+            strict=True,
+        )
+    ]
 
 
 def _unit_norm(stack: tf.Tensor) -> float:
@@ -410,18 +432,44 @@ def _check_directions(
     plain: Sequence[Sequence[LayerGradient]],
     pairs: Sequence[tuple[tf.Tensor, tf.Tensor]],
 ) -> list[Preconditioned]:
-    """Replace invalid directions; `pairs` has (D, `|Q|^2`) per group."""
-    valid = [tf.math.is_finite(square) for _, square in pairs]
+    """Replace invalid directions; `pairs` has (D, `|Q|^2`) per group.
+
+    The fallback is W with the RMS of D, or zero if W is not finite.
+    """
+    sizes = [len(group.layers) for group in groups]
+    squares = [tf.cast(square, tf.float64) for _, square in pairs]
+    all_valid = tf.math.is_finite(tf.concat(squares, 0))
+    valid = tf.split(all_valid, sizes)
 
     def replace() -> list[tuple[tf.Tensor, tf.Tensor]]:
+        matrices = [
+            tf.concat([gradient.matrix for gradient in gradients], 0)
+            for gradients in plain
+        ]
+        sums = [row_sums(tf.square(W)) for W in matrices]
+        norms = tf.sqrt(tf.concat([tf.cast(x, tf.float64) for x in sums], 0))
+        units = np.repeat([_unit_norm(D) for D, _ in pairs], sizes)
+        scales = tf.math.divide_no_nan(units, norms)
+        scales = tf.where(tf.math.is_finite(scales), scales, 0.0)
+        unit_squares = tf.where(scales > 0, units**2, 0.0)
         results = []
-        for flags, gradients, pair in zip(valid, plain, pairs, strict=True):
-            W = [gradient.matrix for gradient in gradients]
-            results.append(_replace_directions(flags, tf.concat(W, 0), *pair))
+        for (D, square), W, flags, scale, unit_square in zip(
+            pairs,
+            matrices,
+            valid,
+            tf.split(scales, sizes),
+            tf.split(unit_squares, sizes),
+            strict=True,
+        ):
+            factor = per_row(tf.cast(scale, W.dtype), W)
+            unit = tf.math.multiply_no_nan(W, factor)
+            unit_square = tf.cast(unit_square, square.dtype)
+            results.append(
+                (select(flags, D, unit), select(flags, square, unit_square))
+            )
         return results
 
-    all_valid = tf.reduce_all(tf.concat(valid, 0))
-    results = tf.cond(all_valid, lambda: pairs, replace)
+    results = tf.cond(tf.reduce_all(all_valid), lambda: pairs, replace)
     directions = []
     for group, (D, square), flags in zip(groups, results, valid, strict=True):
         scales = [layer.output_scale for layer in group.layers]
@@ -435,23 +483,6 @@ def _check_directions(
             Preconditioned(group, MatrixGradient(D), square, flags)
         )
     return directions
-
-
-def _replace_directions(
-    valid: tf.Tensor, plain: tf.Tensor, D: tf.Tensor, square: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return D and `|Q|^2`; for an invalid D, W scaled to the RMS of D.
-
-    `|Q|^2` is then that of the scaled W. Both are zero if W is not finite.
-    """
-    norm = tf.sqrt(row_sums(tf.square(plain)))
-    unit_norm = tf.constant(_unit_norm(D), D.dtype)
-    unit = plain * per_row(tf.math.divide_no_nan(unit_norm, norm), plain)
-    unit_square = row_sums(tf.square(unit))
-    usable = rows_finite([unit, unit_square])
-    unit = select(usable, unit, tf.zeros_like(unit))
-    unit_square = select(usable, unit_square, tf.zeros_like(unit_square))
-    return select(valid, D, unit), select(valid, square, unit_square)
 
 
 def plain_directions(
@@ -471,10 +502,14 @@ def plain_directions(
         if index is not None and gradient is not None:
             dense = tf.convert_to_tensor(gradient)
             momenta[index] = matrix.add(dense, scale, momentum)
-    factors = orthogonal_factors(list(momenta.values()))
+    stacks = list(momenta.values())
+    factors = orthogonal_factors(stacks)
+    pairs = [(Q, Q) for Q in factors]
+    sizes = [extents(MatrixGradient(N)) for N in stacks]
     result: Gradients = [None] * len(step.gradients)
-    for (index, N), Q in zip(momenta.items(), factors, strict=True):
-        D, square = _with_size(Q, Q, *extents(MatrixGradient(N)))
+    for index, (D, square) in zip(
+        momenta, with_sizes(pairs, sizes), strict=True
+    ):
         D = select(tf.math.is_finite(square), D, tf.zeros_like(D))
         result[index] = tf.reshape(D, step.variables[index].shape)
     return result

@@ -1,9 +1,11 @@
 """State of one worker: factors, decompositions and counters of its blocks."""
 
+import contextlib
 import functools
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -13,17 +15,15 @@ from tfkfac.compat.graphs import Tracked, state_variable
 from tfkfac.factors import Tensors
 from tfkfac.fisher.types import Statistics
 from tfkfac.kfac.averages import (
+    MAX_ELEMENTS,
     Decomposition,
     FactorAverages,
     Group,
     Momentum,
     PlainMatrix,
-    check_statistics,
-    name_in_memory_errors,
     partition,
     plain_matrices,
-    refill,
-    same_block_key,
+    update_averages,
 )
 from tfkfac.kfac.length import SpectralLength, StepReport
 from tfkfac.kfac.placement import Placement
@@ -44,8 +44,19 @@ FAULTS = {
 }
 
 
+S = TypeVar("S", bound="Stacked")
 # Bools of blocks: their positions, and a vector.
 Flags = Sequence[tuple[Sequence[int], tf.Tensor]]
+
+
+class Stacked(Protocol):
+    """State of the blocks of a group."""
+
+    blocks: tuple[Block, ...]
+    variables: Sequence[tf.Variable]
+
+    def place(self, members: Mapping[int, Block]) -> None:
+        """Set the blocks of the rows, and their positions."""
 
 
 class Preconditioner(Tracked):
@@ -107,9 +118,16 @@ class State(Tracked):
         return [*self.averages, *groups]
 
     def fill(
-        self, placement: Placement, rank: int, has_momenta: bool = False
+        self,
+        placement: Placement,
+        rank: int,
+        has_momenta: bool = False,
+        limit: int = MAX_ELEMENTS,
     ) -> None:
-        """Create the state of each block, or reuse state with an equal key."""
+        """Create the state of each block, or reuse state with an equal key.
+
+        `limit` is the maximum number of elements of a group.
+        """
         if has_momenta:
             self.length = self.length or SpectralLength()
             self.length.is_recurrent = any(
@@ -125,13 +143,15 @@ class State(Tracked):
         owned = {i: block for i, block in blocks.items() if plan.owns(rank, i)}
         self.averages = refill(
             self.averages,
-            partition(owned, lambda i: tuple(plan.owns(rank, i))),
+            partition(owned, lambda i: tuple(plan.owns(rank, i)), limit),
             lambda members: FactorAverages(
                 members, plan.owns(rank, next(iter(members)))
             ),
         )
         # Equal on all workers: other stacks have other rounding errors.
-        groups = partition(blocks, lambda i: plan.layers[i].gradient_workers)
+        groups = partition(
+            blocks, lambda i: plan.layers[i].gradient_workers, limit
+        )
         self.preconditioners = refill(
             self.preconditioners,
             groups,
@@ -178,41 +198,30 @@ class State(Tracked):
         """
         counters = self.counters
         due_flags = tf.logical_or(due, counters.without_statistics())
-        updated, finite, valid = [], [], []
-        groups: list[tuple[FactorAverages | None, list[int]]] = [
+        stored = [
             (group, [i for i in group.positions if i in statistics])
             for group in self.averages
         ]
+        places = {i for _, positions in stored for i in positions}
         # Other workers store the averages of other blocks.
-        stored = {i for _, positions in groups for i in positions}
-        others = {i: self.blocks[i] for i in statistics if i not in stored}
+        others = {i: self.blocks[i] for i in statistics if i not in places}
+        groups: list[tuple[FactorAverages | None, list[int]]] = [
+            (group, positions) for group, positions in stored if positions
+        ]
         groups += [(None, list(x)) for x in partition(others, lambda _: None)]
-        for group, positions in groups:
-            if not positions:
-                continue
-            specs = self.blocks[positions[0]].factors
-            stacks = {
-                name: Statistic(
-                    tf.stack([statistics[i][name].total for i in positions]),
-                    tf.stack([statistics[i][name].count for i in positions]),
-                )
-                for name in specs
-            }
-            complete, is_finite = check_statistics(specs, stacks)
-            accepted = tf.gather(due_flags, positions) & complete & is_finite
-            updated.append((positions, accepted))
-            if group is not None:
-                rows = group.rows_of(positions)
-                kept = group.update(rows, stacks, decay, accepted)
-                finite.append((positions, is_finite))
-                valid.append((positions, kept))
+        order = [i for _, positions in groups for i in positions]
+        if not order:
+            return tf.constant(0, tf.int64)
+        accepted, finite, valid = update_averages(
+            groups, self.blocks, statistics, decay, tf.gather(due_flags, order)
+        )
         count_each(
-            due_flags & ~counters.flags(finite),
+            due_flags & ~counters.flags([(order, finite)]),
             counters.rejected,
             counters.paths,
             "statistics are not finite, the factors keep their values.",
         )
-        dropped = ~counters.flags(valid)
+        dropped = ~counters.flags([(order, valid)])
         count_each(
             dropped,
             counters.dropped,
@@ -220,7 +229,8 @@ class State(Tracked):
             "the factors are not finite, their averages restart.",
         )
         counters.request_decomposition(dropped)
-        updates = tf.cast(counters.flags(updated, otherwise=False), tf.int64)
+        updated = counters.flags([(order, accepted)], otherwise=False)
+        updates = tf.cast(updated, tf.int64)
         counters.observed.assign_add(updates)
         return tf.minimum(tf.reduce_sum(updates), 1)
 
@@ -336,6 +346,69 @@ class State(Tracked):
             unexplained = Row(self.counters.unexplained, i)
             events.append((f"gradients of other passes in {path}", unexplained))
         return events + self.counters.events()
+
+
+def refill(
+    old: Sequence[S],
+    groups: Sequence[Mapping[int, Block]],
+    make: Callable[[Mapping[int, Block]], S],
+) -> tuple[S, ...]:
+    """Create the state of groups; keep the state of blocks in old groups."""
+    places = {
+        same_block_key(block): (group, row)
+        for group in old
+        for row, block in enumerate(group.blocks)
+    }
+    result = []
+    for members in groups:
+        old_places = [places.get(same_block_key(b)) for b in members.values()]
+        existing = old_places[0][0] if old_places[0] is not None else None
+        rows = [(existing, row) for row in range(len(old_places))]
+        if (
+            existing is not None
+            and old_places == rows
+            and len(existing.blocks) == len(rows)
+        ):
+            existing.place(members)
+            result.append(existing)
+            continue
+        with name_in_memory_errors(next(iter(members.values())).path):
+            group = make(members)
+        for row, place in enumerate(old_places):
+            if place is not None:
+                pairs = zip(group.variables, place[0].variables, strict=False)
+                for variable, source in pairs:
+                    Row(variable, row).assign(Row(source, place[1]).numpy())
+        result.append(group)
+    return tuple(result)
+
+
+def same_block_key(block: Block) -> Hashable:
+    """Return the key by which `refill` finds the state of a block."""
+    factors = tuple(sorted(block.factors.items()))
+    return (id(block.layer), block.kind, factors)
+
+
+@contextlib.contextmanager
+def name_in_memory_errors(path: str) -> Iterator[None]:
+    """Context manager that adds a layer's path to out-of-memory errors.
+
+    In a graph a name scope does so, as TensorFlow reports operation names.
+    Eagerly each unique name would create a kernel (0.5 ms).
+    """
+    # Replace characters that are not allowed in name scopes.
+    scope = re.sub(r"[^A-Za-z0-9_./-]", "_", f"kfac/{path}")
+    eager = tf.executing_eagerly()
+    try:
+        with contextlib.nullcontext() if eager else tf.name_scope(scope):
+            yield
+    except (MemoryError, tf.errors.ResourceExhaustedError) as error:
+        raise MemoryError(
+            f"No memory for the factors of layer '{path}' and their "
+            "decomposition. Have them approximated, with a smaller "
+            "`max_factor_dim`, or leave the layer to the rest optimizer, with "
+            f"skip_layers=['{path}']. {error}"
+        ) from error
 
 
 def _call_all(functions: Sequence[Callable[[], None]]) -> None:

@@ -4,6 +4,7 @@ Vectors may be sharded over devices. The tridiagonal matrix is bitwise equal on
 all devices.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -86,6 +87,7 @@ class Krylov(NamedTuple):
     candidate: Candidate
 
 
+@dataclasses.dataclass(frozen=True)
 class Lanczos:
     """Lanczos iteration for a symmetric operator.
 
@@ -104,24 +106,35 @@ class Lanczos:
     sums over all devices.
     """
 
-    def __init__(
-        self,
-        product: Product,
-        size: int,
-        draw: Callable[[tf.Tensor], tf.Tensor],
-        reduce: Product = tf.identity,
-    ) -> None:
-        self._product = product
-        self._size = size
-        self._draw = draw
-        self._reduce = reduce
+    product: Product
+    size: int
+    draw: Callable[[tf.Tensor], tf.Tensor]
+    reduce: Product = tf.identity
 
     def run(
         self, vector: tf.Tensor, steps: int
     ) -> tuple[Tridiagonal, list[tf.Tensor]]:
         """Run `steps` iterations; return tridiagonal matrix and basis rows."""
         if tf.executing_eagerly():
-            return self._run_eagerly(vector, steps)
+            # Use lists of rows: `set_row` would copy the basis.
+            blocks: list[tf.Tensor] = []
+            rows: list[tf.Tensor] = []
+
+            def add(row: tf.Tensor) -> Basis:
+                previous = rows[-1] if rows else row
+                if len(rows) == _BLOCK_ROWS:
+                    blocks.append(tf.stack(rows))
+                    rows.clear()
+                rows.append(row)
+                return Basis([*blocks, tf.stack(rows)], previous)
+
+            candidate, elements = self.start(vector), []
+            for index in range(steps):
+                number = tf.constant(index)
+                new, candidate = self.iterate(add, candidate, number)
+                elements.append(new)
+            vectors = [tf.stack(x) for x in zip(*elements, strict=True)]
+            return Tridiagonal(*vectors), [*blocks, tf.stack(rows)]
         state = self.advance(self.begin(vector, steps), 0, steps)
         return state.tridiagonal, [state.basis]
 
@@ -159,34 +172,12 @@ class Lanczos:
 
         return repeat(iterate, state, first, end)
 
-    def _run_eagerly(
-        self, vector: tf.Tensor, steps: int
-    ) -> tuple[Tridiagonal, list[tf.Tensor]]:
-        """Run eagerly with lists of rows: `set_row` would copy the basis."""
-        blocks: list[tf.Tensor] = []
-        rows: list[tf.Tensor] = []
-
-        def add(row: tf.Tensor) -> Basis:
-            previous = rows[-1] if rows else row
-            if len(rows) == _BLOCK_ROWS:
-                blocks.append(tf.stack(rows))
-                rows.clear()
-            rows.append(row)
-            return Basis([*blocks, tf.stack(rows)], previous)
-
-        candidate, elements = self.start(vector), []
-        for index in range(steps):
-            new, candidate = self.iterate(add, candidate, tf.constant(index))
-            elements.append(new)
-        vectors = [tf.stack(values) for values in zip(*elements, strict=True)]
-        return Tridiagonal(*vectors), [*blocks, tf.stack(rows)]
-
     def start(self, vector: tf.Tensor) -> Candidate:
         """First candidate for a start vector (shard)."""
-        square = self._reduce(2 * tf.nn.l2_loss(vector)[None])[0]
+        square = self.reduce(2 * tf.nn.l2_loss(vector)[None])[0]
         usable = (square > 0) & tf.math.is_finite(square)
         first = tf.constant(0)
-        vector = tf.cond(usable, lambda: vector, lambda: self._draw(first))
+        vector = tf.cond(usable, lambda: vector, lambda: self.draw(first))
         length = tf.where(usable, tf.sqrt(square), tf.ones_like(square))
         return Candidate(vector, length, ~usable, tf.zeros_like(square), first)
 
@@ -203,14 +194,14 @@ class Lanczos:
         vector, length, fresh = candidate[:3]
         # A fresh candidate has a row of zeros, and is its own product.
         row = vector * tf.where(fresh, tf.zeros_like(length), 1 / length)
-        product = self._product(row)
+        product = self.product(row)
         image = tf.cond(fresh, lambda: vector, lambda: product)
         matrices, previous = add(row)
         # The first row, and a row after a breakdown, have no coupling.
-        uncoupled = candidate.fresh | tf.equal(index, 0)
-        before = tf.where(uncoupled, 0 * candidate.length, candidate.length)
+        uncoupled = fresh | tf.equal(index, 0)
+        before = tf.where(uncoupled, 0 * length, length)
         image -= before * previous
-        component = self._reduce(coefficients([row[None]], image))[0]
+        component = self.reduce(coefficients([row[None]], image))[0]
         residual = self._project_out(matrices, image - component * row, index)
         # Project at most twice (Kahan): a vector that is short after the second
         # pass lies in the span of the rows.
@@ -222,11 +213,24 @@ class Lanczos:
             lambda: residual,
         )
         diagonal = component + residual.last_component
-        coupling, next_candidate = self._next_candidate(
-            candidate, residual, diagonal, index
+        # The coupling to the next row, and the next candidate.
+        length = tf.sqrt(tf.maximum(residual.square, 0))
+        one, zero = tf.ones_like(length), tf.zeros_like(length)
+        num_rows = candidate.rows + tf.cast(~fresh, tf.int32)
+        largest = tf.where(fresh, zero, tf.maximum(abs(diagonal), length))
+        scale = tf.maximum(candidate.scale, largest)
+        noise = 10 * rounding(length.dtype) * tf.where(fresh, one, scale)
+        is_breakdown = (length <= noise) | residual.is_short
+        is_breakdown |= num_rows >= self.size
+        is_breakdown &= tf.math.is_finite(residual.square)
+        coupling = tf.where(is_breakdown | fresh, zero, length)
+        vector = tf.cond(
+            is_breakdown, lambda: self.draw(index + 1), lambda: residual.image
         )
-        kept = ~candidate.fresh
-        return Tridiagonal(diagonal, coupling, kept), next_candidate
+        length = tf.where(is_breakdown, one, length)
+        return Tridiagonal(diagonal, coupling, ~fresh), Candidate(
+            vector, length, is_breakdown, scale, num_rows
+        )
 
     def _project_out(
         self,
@@ -238,7 +242,7 @@ class Lanczos:
         """Subtract the components along all rows; sum those along `index`."""
         square = 2 * tf.nn.l2_loss(image)
         sums = tf.concat([coefficients(matrices, image), square[None]], 0)
-        sums = self._reduce(sums)
+        sums = self.reduce(sums)
         components, square = sums[:-1], sums[-1]
         removed = tf.reduce_sum(components * components)
         return Residual(
@@ -247,31 +251,6 @@ class Lanczos:
             2 * removed > square,
             component + components[index],
         )
-
-    def _next_candidate(
-        self,
-        candidate: Candidate,
-        residual: Residual,
-        diagonal: tf.Tensor,
-        index: tf.Tensor,
-    ) -> tuple[tf.Tensor, Candidate]:
-        """Compute the coupling to the next row, and the next candidate."""
-        fresh = candidate.fresh
-        length = tf.sqrt(tf.maximum(residual.square, 0))
-        one, zero = tf.ones_like(length), tf.zeros_like(length)
-        rows = candidate.rows + tf.cast(~fresh, tf.int32)
-        largest = tf.where(fresh, zero, tf.maximum(abs(diagonal), length))
-        scale = tf.maximum(candidate.scale, largest)
-        noise = 10 * rounding(length.dtype) * tf.where(fresh, one, scale)
-        is_breakdown = (length <= noise) | residual.is_short
-        is_breakdown |= rows >= self._size
-        is_breakdown &= tf.math.is_finite(residual.square)
-        coupling = tf.where(is_breakdown | fresh, zero, length)
-        vector = tf.cond(
-            is_breakdown, lambda: self._draw(index + 1), lambda: residual.image
-        )
-        length = tf.where(is_breakdown, one, length)
-        return coupling, Candidate(vector, length, is_breakdown, scale, rows)
 
 
 def random_vector(size: int, seed: int, index: int | tf.Tensor) -> tf.Tensor:
@@ -316,6 +295,5 @@ def ritz_pairs(
     weights = tf.transpose(tf.gather(vectors, index, axis=1))
     weights = tf.where(valid[:, None], weights, 0)
     return RitzPairs(
-        nan_unless(finite, tf.gather(values, order)),
-        tf.gather(weights, order),
+        nan_unless(finite, tf.gather(values, order)), tf.gather(weights, order)
     )

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfkfac.compat.graphs import in_xla
+
 # Coefficients of `a x + b x^3 + c x^5`, applied to the singular values in this
 # order. Each is optimal after its predecessors, for singular values of at least
 # 0.001 (Amsel et al., 2025, "The Polar Express"). The last is repeated.
@@ -27,6 +29,9 @@ _POLYNOMIALS_PER_GRAM_TF32 = 3
 # Minimum width of a block, relative to the maximum. In narrower blocks, too few
 # columns are orthogonalised together.
 _MIN_WIDTH = 1 / 4
+# Minimum size of padded Gram matrices. XLA compiles and tunes the products of
+# each size, so there all layers share one.
+_MIN_SIZE, _MIN_SIZE_XLA = 8, 32
 
 
 def polar_factors(
@@ -39,14 +44,18 @@ def polar_factors(
     stay zero. A block has at most `block` columns; None is no limit.
     """
     blocks = [_columns(matrix, block) for matrix in matrices]
-    by_shape: dict[tuple[int, int, tf.DType], list[int]] = {}
+    by_size: dict[tuple[int, tf.DType], list[int]] = {}
     for i, x in enumerate(blocks):
-        by_shape.setdefault((*x.shape[1:], x.dtype), []).append(i)
+        by_size.setdefault((_gram_size(x), x.dtype), []).append(i)
     results: dict[int, tf.Tensor] = {}
-    for indices in by_shape.values():
-        sizes = [blocks[i].shape[0] for i in indices]
-        factors = _polar(tf.concat([blocks[i] for i in indices], 0), iterations)
-        results.update(zip(indices, tf.split(factors, sizes), strict=True))
+    for (size, _), indices in by_size.items():
+        stacks = [blocks[i] for i in indices]
+        factors = (
+            [_normalized(x) for x in stacks]
+            if size == 1
+            else _polar(stacks, size, iterations)
+        )
+        results.update(zip(indices, factors, strict=True))
     return [_whole(results[i], x.shape) for i, x in enumerate(matrices)]
 
 
@@ -85,31 +94,85 @@ def _whole(blocks: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
     return tf.reshape(blocks, shape)
 
 
-def _polar(x: tf.Tensor, iterations: int) -> tf.Tensor:
-    """Compute the polar factors of matrices `(blocks, rows, columns)`."""
-    rows, columns = x.shape[-2:]
-    wide = rows < columns
-    # An odd polynomial of the singular values is x times a polynomial of the
-    # smaller Gram matrix, so only two products per Gram matrix contain x.
-    gram = tf.matmul(x, x, transpose_a=not wide, transpose_b=wide)
-    square = tf.linalg.trace(gram)[:, None, None]
-    if 1 in (rows, columns):
-        return tf.math.divide_no_nan(x, tf.sqrt(square))
-    gram = tf.math.divide_no_nan(gram, _MARGIN**2 * square)
-    identity = tf.eye(min(rows, columns), dtype=x.dtype)
-    product = tf.math.divide_no_nan(identity, _MARGIN * tf.sqrt(square))
-    factor, per_gram = identity, _POLYNOMIALS_PER_GRAM
+def _gram_size(x: tf.Tensor) -> int:
+    """Return the size to which Gram matrices are padded; 1 for vectors.
+
+    A few sizes serve all layers; powers of 2 bound the cost at small widths.
+    """
+    size = min(x.shape[-2:])
+    if size == 1:
+        return 1
+    least = _MIN_SIZE_XLA if in_xla() else _MIN_SIZE
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def _normalized(vectors: tf.Tensor) -> tf.Tensor:
+    """Divide each vector, a matrix of one row or column, by its norm."""
+    square = tf.reduce_sum(tf.square(vectors), [-2, -1], keepdims=True)
+    return tf.math.divide_no_nan(vectors, tf.sqrt(square))
+
+
+def _polar(
+    stacks: Sequence[tf.Tensor], size: int, iterations: int
+) -> list[tf.Tensor]:
+    """Compute the polar factors of stacks of matrices.
+
+    An odd polynomial of the singular values is x times a polynomial of the
+    smaller Gram matrix. So only two products per Gram matrix contain x, and
+    the polynomials of all stacks are computed together.
+
+    Args:
+        stacks: Matrices `(blocks, rows, columns)`.
+        size: Size of the padded Gram matrices.
+        iterations: Number of polynomials.
+    """
+    counts = [x.shape[0] for x in stacks]
+    per_gram = _POLYNOMIALS_PER_GRAM
     is_tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
     if is_tf32 and tf.config.list_logical_devices("GPU"):
         per_gram = _POLYNOMIALS_PER_GRAM_TF32
-    for i in range(iterations):
-        if i > 0 and i % per_gram == 0:
-            x = tf.matmul(product, x) if wide else tf.matmul(x, product)
-            gram = tf.matmul(x, x, transpose_a=not wide, transpose_b=wide)
-            product = identity
-        elif i > 0:
+    for start in range(0, iterations, per_gram):
+        grams = [_gram(x, size) for x in stacks]
+        gram = tf.concat(grams, 0) if len(grams) > 1 else grams[0]
+        square = tf.ones([], gram.dtype)
+        if start == 0:
+            square = _MARGIN**2 * tf.linalg.trace(gram)[:, None, None]
+            gram = tf.math.divide_no_nan(gram, square)
+        last = min(start + per_gram, iterations)
+        product = tf.math.divide_no_nan(
+            _product_of_polynomials(gram, range(start, last)), tf.sqrt(square)
+        )
+        stacks = [
+            _multiplied(x, factor)
+            for x, factor in zip(stacks, tf.split(product, counts), strict=True)
+        ]
+    return list(stacks)
+
+
+def _product_of_polynomials(gram: tf.Tensor, steps: range) -> tf.Tensor:
+    """Return the factor of x by some of the polynomials, from `x^T x`."""
+    identity = tf.eye(gram.shape[-1], dtype=gram.dtype)
+    product = factor = identity
+    for i in steps:
+        if i > steps.start:
             gram = tf.matmul(tf.matmul(factor, gram), factor)
         a, b, c = _POLYNOMIALS[min(i, len(_POLYNOMIALS) - 1)]
         factor = a * identity + b * gram + c * tf.matmul(gram, gram)
-        product = tf.matmul(product, factor)
-    return tf.matmul(product, x) if wide else tf.matmul(x, product)
+        product = tf.matmul(product, factor) if i > steps.start else factor
+    return product
+
+
+def _gram(x: tf.Tensor, size: int) -> tf.Tensor:
+    """Return the smaller Gram matrix, padded with zeros."""
+    rows, columns = x.shape[-2:]
+    wide = rows < columns
+    gram = tf.matmul(x, x, transpose_a=not wide, transpose_b=wide)
+    missing = size - min(rows, columns)
+    return tf.pad(gram, [[0, 0], [0, missing], [0, missing]])
+
+
+def _multiplied(x: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
+    """Multiply matrices by a padded function of their smaller Gram matrix."""
+    rows, columns = x.shape[-2:]
+    factor = factor[:, : min(rows, columns), : min(rows, columns)]
+    return tf.matmul(factor, x) if rows < columns else tf.matmul(x, factor)

@@ -159,8 +159,7 @@ def from_bands(parts: Sequence[tf.Tensor]) -> tf.Tensor:
     """Build the full symmetric matrix from the results of `bands`."""
     size = parts[0].shape[1]
     padded = tf.concat(
-        [tf.pad(band, [[0, 0], [size - band.shape[1], 0]]) for band in parts],
-        0,
+        [tf.pad(band, [[0, 0], [size - band.shape[1], 0]]) for band in parts], 0
     )
     upper = tf.linalg.band_part(padded, 0, -1)
     strict = tf.linalg.set_diag(upper, tf.zeros([size], upper.dtype))

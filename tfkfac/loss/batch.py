@@ -31,12 +31,7 @@ from tfkfac.compat.models import (
     without_cudnn,
 )
 from tfkfac.loss.shares import LossMeasure, weigh
-from tfkfac.loss.terms import (
-    LossTerms,
-    check_labels,
-    mean_over,
-    read_terms,
-)
+from tfkfac.loss.terms import LossTerms, check_labels, mean_over, read_terms
 
 # Arguments of Keras' `compute_loss`, in order.
 _ARGUMENTS = ("x", "y", "y_pred", "sample_weight", "training")
@@ -44,26 +39,20 @@ _ARGUMENTS = ("x", "y", "y_pred", "sample_weight", "training")
 
 @dataclasses.dataclass(frozen=True)
 class LossBatch:
-    """Batch for which `compute_loss` was called.
+    """Batch for which `compute_loss` was called."""
 
-    Attributes:
-        terms: Terms of each loss; empty if no loss was observed.
-        weightless: For each output with sample weights, bool
-            `(examples, positions)`, True where the weight is zero.
-        ordinal: Number of earlier batches in the same step.
-        measure: Measure over all replicas; None before the loss is weighted.
-        value: The loss, divided by the number of replicas as in Keras; the
-            sum of its values with `reduction="none"`.
-        excess: Loss minus its minimum for the targets, summed over
-            micro-batches; None to compute the difference from the terms.
-    """
-
-    terms: tuple[LossTerms, ...] = ()
+    terms: tuple[LossTerms, ...] = ()  # of each loss; empty if not observed
+    # For each output with sample weights, bool `(examples, positions)`, True
+    # where the weight is zero.
     weightless: tuple[tf.Tensor, ...] = ()
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    ordinal: int = 0
-    measure: LossMeasure | None = None
+    ordinal: int = 0  # number of earlier batches in the same step
+    measure: LossMeasure | None = None  # None before the loss is weighted
+    # The loss, divided by the number of replicas as in Keras; the sum of its
+    # values with `reduction="none"`.
     value: tf.Tensor | None = None
+    # Loss minus its minimum for the targets, summed over micro-batches; None to
+    # compute the difference from the terms.
     excess: tf.Tensor | None = None
 
 
@@ -96,53 +85,38 @@ class LossTap(ModelTap[LossBatch]):
             if all(handle is not other for other in written):
                 written.append(handle)
         ordinal = earlier_batches[-1].ordinal + 1 if earlier_batches else 0
-        batch = loss_batch(arguments, terms, ordinal)
-        self.record(dataclasses.replace(batch, value=scalar_loss(loss)))
+        # If no loss was observed, assume a mean over the examples.
+        sources = [arguments.get(name) for name in ("x", "y_pred", "y")]
+        tensors = [
+            t
+            for t in keras.tree.flatten(sources)
+            if tf.is_tensor(t) and t.shape.rank
+        ]
+        if tensors and not terms:
+            terms = (mean_over(tf.shape(tensors[0])[0]),)
+        weights = [
+            tf.convert_to_tensor(w)
+            for w in keras.tree.flatten(arguments.get("sample_weight"))
+            if w is not None
+        ]
+        weightless = tuple(
+            tf.reshape(
+                w == 0, [tf.shape(w)[0], tf.reduce_prod(tf.shape(w)[1:])]
+            )
+            for w in weights
+            if w.shape.rank
+        )
+        self.record(
+            LossBatch(
+                terms, weightless, arguments, ordinal, value=scalar_loss(loss)
+            )
+        )
         return loss
 
     def written(self) -> list[tf.Tensor]:
         """Return handles of the variables that losses write in this trace."""
         lists = self._written.visible(and_eager=True)
         return [handle for handles in lists for handle in handles]
-
-
-def record_loss(model: keras.Model, loss: Any) -> None:
-    """Record the loss of a batch for which `compute_loss` was not called."""
-    batches = LossTap.open(model).current()
-    batch = batches.pop() if batches else LossBatch()
-    if not batch.arguments:
-        batch = dataclasses.replace(batch, value=scalar_loss(loss))
-    batches.append(batch)
-
-
-def loss_batch(
-    arguments: dict[str, Any],
-    terms: tuple[LossTerms, ...] = (),
-    ordinal: int = 0,
-) -> LossBatch:
-    """Create a `LossBatch` from the arguments of `compute_loss`.
-
-    If no loss was observed, assume a mean over the examples.
-    """
-    sources = [arguments.get(name) for name in ("x", "y_pred", "y")]
-    tensors = [
-        t
-        for t in keras.tree.flatten(sources)
-        if tf.is_tensor(t) and t.shape.rank
-    ]
-    if tensors and not terms:
-        terms = (mean_over(tf.shape(tensors[0])[0]),)
-    weights = [
-        tf.convert_to_tensor(w)
-        for w in keras.tree.flatten(arguments.get("sample_weight"))
-        if w is not None
-    ]
-    weightless = tuple(
-        tf.reshape(w == 0, [tf.shape(w)[0], tf.reduce_prod(tf.shape(w)[1:])])
-        for w in weights
-        if w.shape.rank
-    )
-    return LossBatch(terms, weightless, arguments, ordinal)
 
 
 # -------------------------------------------------- recomputation of the loss

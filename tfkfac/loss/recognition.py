@@ -21,11 +21,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.model_taps import paused
-from tfkfac.compat.graphs import (
-    kept_variables,
-    nonzero_variables,
-    written_in,
-)
+from tfkfac.compat.graphs import kept_variables, nonzero_variables, written_in
 from tfkfac.compat.losses import LossCall, in_place_of, logits_of
 from tfkfac.compat.overrides import keep_on
 
@@ -66,26 +62,19 @@ class Shapes(NamedTuple):
 
 
 class Likelihood(NamedTuple):
-    """Likelihood of a loss: `u nll + h` for each term.
+    """Likelihood of a loss: `u nll + h` for each term."""
 
-    Attributes:
-        name: None if the loss is a multiple of no likelihood.
-        unit: u; 1 for location losses and unknown losses.
-        constant: h, for location losses the loss of a term without residuals.
-        spread: For location losses, a function from a standard deviation to
-            the increase of the loss of a term, per output, by normally
-            distributed residuals.
-        used: Function from labels and outputs to a bool for each output, False
-            if the loss ignores the label; None if it uses all.
-        is_sum: True if the loss returns the sum over the examples, a scalar.
-    """
-
-    name: str | None = None
-    unit: float | tf.Tensor = 1.0
+    name: str | None = None  # None if the loss is a multiple of no likelihood
+    unit: float | tf.Tensor = 1.0  # u; 1 for location and unknown losses
+    # h; for location losses the loss of a term without residuals.
     constant: float | tf.Tensor = 0.0
+    # For location losses, a function from a standard deviation to the increase
+    # of the loss of a term, per output, by normally distributed residuals.
     spread: Callable[[tf.Tensor], tf.Tensor] | None = None
+    # Function from labels and outputs to a bool for each output, False if the
+    # loss ignores the label; None if it uses all.
     used: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] | None = None
-    is_sum: bool = False
+    is_sum: bool = False  # True if the loss returns the sum over the examples
 
 
 UNKNOWN = Likelihood()
@@ -109,8 +98,7 @@ def recognize(call: LossCall, name: str | None = None) -> Likelihood:
     key = shapes, has_logits, name, numbers
     if key not in matches:
         with paused(), tf.init_scope():
-            names = _candidates(shapes, has_logits) if name is None else (name,)
-            matches[key] = _find_match(call.loss, shapes, has_logits, names)
+            matches[key] = _find_match(call.loss, shapes, has_logits, name)
     match = matches[key]
     if isinstance(match, Likelihood):
         return match
@@ -125,20 +113,6 @@ class _Cache(dict[Any, "_Match | Likelihood"]):
 
     def __reduce__(self) -> Any:
         return _Cache, ()
-
-
-def _candidates(shapes: Shapes, has_logits: bool) -> tuple[str, ...]:
-    """Return the names of the likelihoods that the shapes allow."""
-    are_classes = _are_classes(shapes)
-    if are_classes is None:
-        return (RESIDUALS,)
-    binary, classes = (
-        (name,) if has_logits else (LOGITS[name], name)
-        for name in (BERNOULLI, CATEGORICAL)
-    )
-    if are_classes:
-        return (*classes, RESIDUALS)
-    return (NORMAL, *binary, *classes, RESIDUALS, LOCATION)
 
 
 def _are_classes(shapes: Shapes) -> bool | None:
@@ -156,18 +130,7 @@ def _are_classes(shapes: Shapes) -> bool | None:
 
 # ------------------------------------------------------------ the comparison
 class _Match:
-    """A likelihood that a loss may be a multiple of, and both for an example.
-
-    Args:
-        loss: The loss.
-        shapes: Static shapes; None for sizes that are not static.
-        name: Name of the likelihood.
-        has_logits: True if the outputs have Keras' logits.
-
-    Attributes:
-        constants: u and h of a loss; None if they may change.
-        is_sum: See `Likelihood`.
-    """
+    """A loss and a likelihood that it may be a multiple of, for examples."""
 
     def __init__(
         self,
@@ -208,7 +171,17 @@ class _Match:
             )
         )
         with nonzero_variables(self._captured):
-            self.is_sum = self._rank == 0 and self._doubles(sizes)
+            if self._rank == 0:
+                # Only a sum doubles when each example occurs twice. The
+                # examples differ: for equal ones, a contrastive loss of n
+                # examples is log n.
+                pairs = [self._example(sizes, i, 1.0)[:2] for i in range(2)]
+                batch = [tf.stack(x) for x in zip(*pairs, strict=True)]
+                twice = [tf.concat([x, x], 0) for x in batch]
+                once = float(self._loss(*batch))
+                self.is_sum = 0 < abs(once) < math.inf and math.isclose(
+                    float(self._loss(*twice)), 2 * once, rel_tol=_TOLERANCE
+                )
             unit, constant = (float(x) for x in self._check(sizes))
         reads_variables = any(x.dtype == tf.resource for x in self._captured)
         if sizes == self._shapes and not reads_variables:
@@ -243,28 +216,25 @@ class _Match:
             has_none, zero, constant
         )
 
-    def _doubles(self, sizes: Shapes) -> bool:
-        """Return True if the loss doubles when each example occurs twice.
-
-        Only a sum does. The examples differ: for equal ones, a contrastive
-        loss of n examples is log n.
-        """
-        pairs = [self._example(sizes, i, 1.0)[:2] for i in range(2)]
-        batch = [tf.stack(x) for x in zip(*pairs, strict=True)]
-        doubled = [tf.concat([x, x], 0) for x in batch]
-        first, second = float(self._loss(*batch)), float(self._loss(*doubled))
-        return 0 < abs(first) < math.inf and math.isclose(
-            second, 2 * first, rel_tol=_TOLERANCE
-        )
-
     def _check(self, sizes: Shapes) -> tuple[Any, Any]:
-        """Return u and h, or raise an error if the loss differs.
-
-        Keras' location losses are compared, too.
-        """
+        """Return u and h, or raise an error if the loss differs."""
         unit, constant = self.fit(sizes, _SCALES)
         if self.name == LOCATION:
-            _require(self._is_location(sizes, constant))
+            # A shift does not change the loss, residuals do.
+            for i, scale in enumerate(_SCALES):
+                random, noise = (
+                    tf.random.stateless_normal(shape, [i, 0], dtype=self._dtype)
+                    for shape in sizes
+                )
+                pair = [tf.stack([x, x]) for x in (random, scale * noise)]
+                moved = [x + _SHIFT for x in pair]
+                first, second = self._loss(*pair), self._loss(*moved)
+                _require(bool(abs(second - first) <= _TOLERANCE * abs(first)))
+            residuals = tf.constant([1.0, 10.0, 100.0], tf.float64)
+            one, ten, many = (
+                self._spread(sizes, constant, s) for s in residuals
+            )
+            _require(bool(0 < one <= ten <= many < math.inf))
             return unit, constant
         _require(unit > 0 and bool(tf.math.is_finite(unit)))
         has_residuals = self.name in (NORMAL, RESIDUALS)
@@ -365,36 +335,23 @@ class _Match:
         z = tf.zeros(tf.concat([rows, sizes.outputs], 0), self._dtype)
         return self._loss(labels, z)
 
-    def _is_location(self, sizes: Shapes, constant: Any) -> bool:
-        """Return True if a shift does not change the loss, residuals do."""
-        for i, scale in enumerate(_SCALES):
-            random, noise = (
-                tf.random.stateless_normal(shape, [i, 0], dtype=self._dtype)
-                for shape in sizes
-            )
-            pair = [tf.stack([x, x]) for x in (random, scale * noise)]
-            moved = [x + _SHIFT for x in pair]
-            first, second = self._loss(*pair), self._loss(*moved)
-            if not abs(second - first) <= _TOLERANCE * abs(first):
-                return False
-        residuals = tf.constant([1.0, 10.0, 100.0], tf.float64)
-        increases = [self._spread(sizes, constant, s) for s in residuals]
-        return bool(
-            0 < increases[0] <= increases[1] <= increases[2] < float("inf")
-        )
-
 
 def _find_match(
-    loss: keras.losses.Loss,
-    shapes: Shapes,
-    has_logits: bool,
-    names: Sequence[str],
+    loss: keras.losses.Loss, shapes: Shapes, has_logits: bool, name: str | None
 ) -> _Match | Likelihood:
-    """Return the first likelihood that a loss is a multiple of, or `UNKNOWN`.
-
-    `UNKNOWN` has the `is_sum` of the loss.
-    """
+    """Return the likelihood that a loss is a multiple of, or `UNKNOWN`."""
     is_sum = False
+    names: tuple[str, ...] = (RESIDUALS,)
+    if name is not None:
+        names = (name,)
+    elif (are_classes := _are_classes(shapes)) is not None:
+        binary, classes = (
+            (x,) if has_logits else (LOGITS[x], x)
+            for x in (BERNOULLI, CATEGORICAL)
+        )
+        names = (*classes, RESIDUALS)
+        if not are_classes:
+            names = (NORMAL, *binary, *names, LOCATION)
     for name in names:
         match = None
         # ValueError: the loss differs, rejects the example or has effects.

@@ -11,38 +11,29 @@ from tfkfac.loss.terms import LossTerms
 
 
 class LossMeasure(NamedTuple):
-    """Number of terms, unit and replica weights of the loss of a step.
+    """Number of terms, unit and replica weights of the loss of a step."""
 
-    Attributes:
-        terms: Number of terms of this replica; None for the leading dimension
-            of each layer's input.
-        row_scale: Factor from a recorded gradient to the gradient of the
-            negative log-likelihood of one term; also multiply by the number of
-            terms if `terms` is None.
-        unit: Divisor from the gradient of the loss to the gradient of the mean
-            negative log-likelihood.
-        summed: Scalar bool, True if the loss is the sum over its terms.
-        total: Number of terms of all replicas; None like `terms`.
-        share: (terms of this replica / terms of all) times the number of
-            replicas, the weight of this replica's gradient; None for 1.
-        shares: The share for each loss; empty if all are 1.
-        weights: Weight of the Fisher matrix of a term of each loss. The
-            weighted sum is `total` times the Fisher matrix of the whole loss
-            divided by `unit`. Empty for one loss.
-        losses: The terms of each loss.
-        units: Unit u of the terms of each loss.
-    """
-
+    # Terms of this replica; None for the leading dimension of a layer's input.
     terms: tf.Tensor | None
+    # Factor from a recorded gradient to the gradient of the negative
+    # log-likelihood of one term; times their number if `terms` is None.
     row_scale: tf.Tensor
+    # Divisor from the gradient of the loss to the gradient of the mean negative
+    # log-likelihood.
     unit: tf.Tensor
-    summed: tf.Tensor
-    total: tf.Tensor | None
+    summed: tf.Tensor  # scalar bool, True if the loss is the sum over its terms
+    total: (
+        tf.Tensor | None
+    )  # number of terms of all replicas; None like `terms`
+    # Weight of this replica's gradient, (terms of this replica / terms of all)
+    # times the number of replicas; None for 1.
     share: tf.Tensor | None = None
-    shares: tuple[tf.Tensor, ...] = ()
+    shares: tuple[tf.Tensor, ...] = ()  # the share for each loss; empty for 1
+    # Weight of the Fisher matrix of a term of each loss; empty for one loss.
+    # The weighted sum is `total` times the Fisher matrix of the loss / `unit`.
     weights: tuple[tf.Tensor, ...] = ()
-    losses: tuple[LossTerms, ...] = ()
-    units: tuple[tf.Tensor, ...] = ()
+    losses: tuple[LossTerms, ...] = ()  # the terms of each loss
+    units: tuple[tf.Tensor, ...] = ()  # unit u of the terms of each loss
 
 
 def measure_loss(
@@ -175,16 +166,13 @@ class LossScaling:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._scaler: weakref.ref[Any] | None = None
+        # Of the `LossScaleOptimizer`, if any.
+        self.scaler: weakref.ref[Any] | None = None
         self.is_wrapped = False
-
-    def set_scaler(self, scaler: Any) -> None:
-        """Set the `LossScaleOptimizer`; None if there is none."""
-        self._scaler = None if scaler is None else weakref.ref(scaler)
 
     def factor(self) -> tf.Tensor | None:
         """Return the loss scale of the current gradients, or None."""
-        scaler = self._scaler() if self._scaler is not None else None
+        scaler = self.scaler() if self.scaler is not None else None
         if scaler is not None:
             return tf.convert_to_tensor(scaler.dynamic_scale)
         if self.is_wrapped:

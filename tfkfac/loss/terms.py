@@ -49,17 +49,11 @@ T = TypeVar("T")
 
 
 class Known(NamedTuple):
-    """Likelihood of a known loss, and the unit u that the module defines.
+    """Likelihood of a known loss, and the unit u that the module defines."""
 
-    Attributes:
-        likelihood: None if the user has registered another distribution.
-        factor: Unit of the loss if it sums over the outputs of a term.
-        is_mean: True if the loss is a mean over the D outputs of a term: the
-            unit is `factor / D`.
-    """
-
-    likelihood: str | None
-    factor: float = 1.0
+    likelihood: str | None  # None if the user has registered another one
+    factor: float = 1.0  # unit of the loss if it sums over a term's outputs
+    # True for a mean over the D outputs of a term: the unit is `factor / D`.
     is_mean: bool = False
 
 
@@ -163,10 +157,7 @@ def find_likelihood(call: LossCall, reduction: Reduction) -> Likelihood:
 
 
 def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:
-    """Return the number of outputs over which each loss value is a mean.
-
-    The number of examples, which may be 0, has no effect.
-    """
+    """Return the number of outputs over which each loss value is a mean."""
     rank = values.shape.rank
     if rank == 0:
         return 1.0  # assume that the loss averages only over the examples
@@ -184,28 +175,18 @@ def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class LossTerms:
-    """Terms of one loss in this replica's batch.
+    """Terms of one loss in this replica's batch."""
 
-    Attributes:
-        count: `T`, scalar float64.
-        unit: `u`, scalar float64. It includes the absolute value of the loss
-            weight.
-        summed: True if the loss is the sum over the terms, not the mean.
-        is_fixed: True if the unit does not depend on the replica's shapes.
-        weighted_value: Loss times its loss weight; None if not observed.
-        call: The recorded call of the loss; None if it was not observed.
-        likelihood: Likelihood of the loss.
-        squares: Sum of the squared sample weights, if `count` is the sum of
-            the sample weights.
-    """
-
-    count: tf.Tensor
+    count: tf.Tensor  # `T`, scalar float64
+    # `u`, scalar float64, with the absolute value of the loss weight.
     unit: tf.Tensor
-    summed: bool = False
-    is_fixed: bool = True
+    summed: bool = False  # True for the sum over the terms, False for the mean
+    is_fixed: bool = True  # True if the unit depends on no replica's shapes
+    # Loss times its loss weight, and its call; None if not observed.
     weighted_value: tf.Tensor | None = None
     call: LossCall | None = None
     likelihood: Likelihood = UNKNOWN
+    # Sum of the squared sample weights, if `count` is the sum of the weights.
     squares: tf.Tensor | None = None
 
 
@@ -221,39 +202,38 @@ def read_terms(
     compiled = loss_weights(model)
     matches = [call.loss for call in calls] == [loss for loss, _ in compiled]
     weights = [w for _, w in compiled] if matches else [1.0] * len(calls)
-    return tuple(
-        _terms_of(call, call.reduction, weight)
-        for call, weight in zip(calls, weights, strict=True)
-        if call.reduction is not None
-    )
-
-
-def _terms_of(
-    call: LossCall, reduction: Reduction, weight: float | tf.Tensor
-) -> LossTerms:
-    values = reduction.values
-    is_scalar = values.shape.rank == 0
-    likelihood = find_likelihood(call, reduction)
-    summed = likelihood.is_sum
-    if not is_scalar:
-        summed = reduction.kind in ("sum", "none", None)
-    # Use the absolute weight: division by a negative unit would cancel the sign
-    # of a negative loss weight.
-    unit = tf.abs(_float64(weight)) * _float64(likelihood.unit)
-    count, squares = _count(call, reduction, likelihood)
-    if is_scalar and not summed:
-        # Unlike Keras' reduction, the loss divides by no number of replicas.
-        unit *= tf.distribute.get_strategy().num_replicas_in_sync
-    return LossTerms(
-        _float64(count),
-        unit,
-        summed,
-        not (tf.is_tensor(likelihood.unit) or tf.is_tensor(weight)),
-        tf.cast(call.result, values.dtype) * tf.cast(weight, values.dtype),
-        call,
-        likelihood,
-        squares,
-    )
+    result = []
+    for call, weight in zip(calls, weights, strict=True):
+        if (reduction := call.reduction) is None:
+            continue
+        values = reduction.values
+        is_scalar = values.shape.rank == 0
+        likelihood = find_likelihood(call, reduction)
+        summed = likelihood.is_sum
+        if not is_scalar:
+            summed = reduction.kind in ("sum", "none", None)
+        # Use the absolute weight: division by a negative unit would cancel the
+        # sign of a negative loss weight.
+        unit = tf.abs(_float64(weight)) * _float64(likelihood.unit)
+        count, squares = _count(call, reduction, likelihood)
+        if is_scalar and not summed:
+            # Unlike Keras' reduction, the loss divides by no number of
+            # replicas.
+            unit *= tf.distribute.get_strategy().num_replicas_in_sync
+        result.append(
+            LossTerms(
+                _float64(count),
+                unit,
+                summed,
+                not (tf.is_tensor(likelihood.unit) or tf.is_tensor(weight)),
+                tf.cast(call.result, values.dtype)
+                * tf.cast(weight, values.dtype),
+                call,
+                likelihood,
+                squares,
+            )
+        )
+    return tuple(result)
 
 
 def _count(

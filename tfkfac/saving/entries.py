@@ -83,30 +83,19 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Variable to save, with its name and layout in a file.
+    """Variable to save, with its name and layout in a file."""
 
-    Attributes:
-        layer: Path of the layer, empty for state of the whole model.
-        name: Name within the layer.
-        section: Section of the file. A file contains all entries of a section
-            or none.
-        region: Slice of the saved array that the variable holds; None for the
-            whole array.
-        least: Smallest valid number. None means 0 for integers and no limit for
-            floats.
-        is_finite: True to reject values that are not finite.
-        derive: Computes the value from other entries of the layer, for files
-            without this entry. None if the file must contain the entry.
-    """
-
-    layer: str
-    name: str
+    layer: str  # path of the layer, empty for state of the whole model
+    name: str  # name within the layer
     variable: tf.Variable | Row
     spread: Spread = Spread.REPLICATED
-    section: str = STATE
-    region: Region | None = None
+    section: str = STATE  # a file has all entries of a section or none
+    region: Region | None = None  # slice of the saved array; None for all
+    # Smallest valid number; None for 0 (integers) and no limit (floats).
     least: float | None = None
-    is_finite: bool = True
+    is_finite: bool = True  # True to reject values that are not finite
+    # Computes the value from other entries of the layer, for files without this
+    # entry. None if the file must contain the entry.
     derive: Callable[[Read], Any] | None = None
 
     @property
@@ -170,16 +159,12 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """State of a replica to save, and the sections that a file must have.
-
-    Attributes:
-        layers: Paths of the layers of which any replica has state.
-        optional_sections: For each optional section, a function that resets it
-            if the file does not contain it.
-    """
+    """State of a replica to save, and the sections that a file must have."""
 
     entries: list[Entry]
-    layers: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()  # of which any replica has state
+    # For each optional section, a function that resets it if the file does not
+    # contain it.
     optional_sections: Mapping[str, Callable[[], object]] = dataclasses.field(
         default_factory=dict
     )
@@ -207,13 +192,6 @@ class Piece(NamedTuple):
         stacked = entry.spread.is_stacked
         return cls(entry.key, shape, dtype, stacked, entry.region)
 
-    @classmethod
-    def from_json(cls, fields: list[Any]) -> "Piece":
-        """Restore a piece after a round trip through JSON (tuples as lists)."""
-        key, shape, dtype, stacked, region = fields
-        region = region and Region(*map(tuple, region))
-        return cls(key, tuple(shape), dtype, stacked, region)
-
 
 # Pieces of all replicas, by rank and by the name of the entry in a file.
 Pieces = Mapping[int, Mapping[str, Piece]]
@@ -231,10 +209,7 @@ def ranks_to_join(pieces: Pieces) -> dict[str, list[int]]:
 
 
 def join(
-    key: str,
-    pieces: Pieces,
-    values: Mapping[int, np.ndarray],
-    replicas: int,
+    key: str, pieces: Pieces, values: Mapping[int, np.ndarray], replicas: int
 ) -> np.ndarray:
     """Join the values of an entry on `ranks_to_join` to one array."""
     first, value = next(iter(values.items()))

@@ -63,10 +63,22 @@ def write_format(store: MutableMapping[str, Any]) -> None:
     store[_FORMAT_KEY] = np.array(FORMAT, np.int64)
 
 
-def check_format(store: Mapping[str, Any], optimizer: str) -> None:
-    """Refuse state in a format that this version does not know."""
+def reason_to_ignore(
+    store: Mapping[str, Any], optimizer: str, local_key: str | None
+) -> str | None:
+    """Return why a file has no state for this process, or None.
+
+    `local_key` is the `worker_key` of this process; None if the model is not
+    built.
+
+    Raises:
+        ValueError: If this version does not know the format.
+    """
+    keys = list(store.keys())  # a store is no real mapping
+    if not all(map(_KEY.fullmatch, keys)):
+        return "the file is of another optimizer"
     version: Any = "unknown"
-    if _FORMAT_KEY in list(store.keys()):
+    if _FORMAT_KEY in keys:
         version = np.asarray(store[_FORMAT_KEY])
     if not np.array_equal(version, FORMAT):
         raise ValueError(
@@ -74,22 +86,20 @@ def check_format(store: Mapping[str, Any], optimizer: str) -> None:
             f"{format_fault(version)}. Load it with the version of tfkfac that "
             "wrote it."
         )
-
-
-def is_foreign(store: Mapping[str, Any]) -> bool:
-    """Return True if another library has written the keys of a store."""
-    return not all(_KEY.fullmatch(key) for key in store.keys())  # noqa: SIM118
+    if local_key is None:
+        return "the model is not built"
+    workers = [key for key in keys if split_key(key)[1] == SHARE]
+    if workers not in ([], [local_key]):
+        return (
+            f"the file has the state of one worker only ({workers[0]}), and "
+            "this process is another; the file of worker 0 has all state"
+        )
+    return None
 
 
 def worker_key(process: int, processes: int) -> str:
     """Return the key of a store that has the state of only one process."""
     return f"{SHARE}:{process} of {processes}:"
-
-
-def find_worker(store: Mapping[str, Any]) -> str | None:
-    """Return a store's `worker_key`; None if it has all workers' state."""
-    keys = [key for key in store.keys() if split_key(key)[1] == SHARE]  # noqa: SIM118
-    return keys[0] if keys else None
 
 
 class Saved:

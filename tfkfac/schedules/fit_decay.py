@@ -15,30 +15,26 @@ class RunPlan(Slots):
 
     The plan of a `fit` that is loaded from a file takes effect only in a `fit`
     that continues it.
-
-    Attributes:
-        start: Number of updates before the run.
-        length: Number of updates of the run; 0 while it is unknown.
-        scale: Fraction of the peak at the start; below 1 after `move_end`.
-        epochs: Argument of the `fit`; 0 for a run that the user began.
-        epoch: Current epoch of the `fit`, from 0 on.
-        steps: Number of batches of an epoch; 0 if it is unknown.
-        set_rate: Learning rate that the user has set during training, which
-            ends the decay of the inner optimizer; negative if none is set.
-        last_fraction: Fraction of the peak at the end of the last `fit` of
-            this process; None if its length was unknown.
     """
 
     def __init__(self) -> None:
         super().__init__("run")
+        # Updates before and of the run, whose length is 0 while it is unknown.
         self.start = self.slot("run_start")
         self.length = self.slot("run_length")
+        # Fraction of the peak at the start; below 1 after `move_end`.
         self.scale = self.slot("run_scale", (), "float32", 1.0)
+        # Argument of the `fit`, 0 for a run that the user began; current epoch,
+        # from 0 on; batches of an epoch, 0 if unknown.
         self.epochs = self.slot("run_epochs")
         self.epoch = self.slot("run_epoch")
         self.steps = self.slot("run_steps")
         self.in_fit = self.slot("in_fit", saved=False)
+        # Fraction of the peak at the end of the last `fit` of this process;
+        # None if its length was unknown.
         self.last_fraction: float | None = None
+        # Rate that the user has set in training, which ends the decay of the
+        # inner optimizer; negative if none is set.
         self.set_rate = self.slot("set_learning_rate", (), "float32", -1.0)
 
     def begin(
@@ -50,16 +46,6 @@ class RunPlan(Slots):
         self.scale.assign(1.0)
         self.epochs.assign(epochs)
         self.steps.assign(steps)
-
-    def continues(self, epoch: int, steps: int, skips_batches: bool) -> bool:
-        """True if `epoch` begins where the state was saved, with equal data.
-
-        `skips_batches` is True if the batches before a backup are skipped.
-        Otherwise an epoch of which a part is done is repeated.
-        """
-        num_begun = int(self.epoch.numpy()) + 1
-        at_position = num_begun == epoch + int(skips_batches)
-        return at_position and int(self.steps.numpy()) == steps
 
     def move_end(self, update: int, num_left: int, steps: int) -> None:
         """End the run in `num_left` updates; the rate at `update` stays."""

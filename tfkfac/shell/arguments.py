@@ -74,8 +74,23 @@ class Hyperparameter:
             value = np.asarray(self._value, dtype)
             self._variable = state_variable(value, dtype, self.name)
         elif isinstance(self._value, LearningRateSchedule):
-            self._schedule = self._value
-            self._check_first_value(self._schedule)
+            self._schedule = schedule = self._value
+            # For integers, values in [0, 1) become 1: `iteration // 2` is
+            # allowed.
+            with tf.init_scope():
+                try:
+                    zero = tf.constant(0, tf.float64)
+                    first = to_float64(schedule(zero)).numpy()
+                except Exception as error:  # raised by user code
+                    name = type(error).__name__
+                    raise self._first_value_error(f"raises {name}") from error
+            allowed = not first.shape and (
+                is_finite(first.item()) and first >= 0
+                if self._integer
+                else self._allowed(first.item())
+            )
+            if not allowed:
+                raise self._first_value_error(f"returns {first}")
 
     def at(self, iteration: tf.Tensor) -> tf.Tensor:
         """Return the value at an iteration, as a scalar tensor."""
@@ -88,26 +103,6 @@ class Hyperparameter:
         if self._integer:
             return tf.maximum(tf.cast(value, tf.int64), 1)
         return value
-
-    def _check_first_value(self, schedule: LearningRateSchedule) -> None:
-        """Check the value of a schedule at iteration 0.
-
-        For integers, values in [0, 1) become 1, so `iteration // 2` is allowed.
-        """
-        with tf.init_scope():
-            try:
-                first = to_float64(schedule(tf.constant(0, tf.float64))).numpy()
-            except Exception as error:  # raised by user code
-                name = type(error).__name__
-                raise self._first_value_error(f"raises {name}") from error
-        if first.shape:
-            allowed = False
-        elif self._integer:
-            allowed = is_finite(first.item()) and first >= 0
-        else:
-            allowed = self._allowed(first.item())
-        if not allowed:
-            raise self._first_value_error(f"returns {first}")
 
     def _first_value_error(self, problem: str) -> ValueError:
         return ValueError(

@@ -1,7 +1,5 @@
 """Keras model of the residuals of named conditions, for `minimize`."""
 
-import math
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -102,28 +100,6 @@ class Conditions(keras.Model):
         }
         zeros = {n: tf.zeros([tf.shape(x)[0], 1]) for n, x in points.items()}
         return super().train_step((points, zeros))
-
-
-class MinimizeCallback(keras.callbacks.Callback):
-    """Resample points per epoch; stop after `steps` or wall `seconds`."""
-
-    def __init__(
-        self, steps: int, seconds: float | None, interval: int
-    ) -> None:
-        super().__init__()
-        self.steps, self.interval = steps, interval  # steps per epoch
-        self.end = time.monotonic() + (seconds or math.inf)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Resample the points."""
-        self.first_step = epoch * self.interval
-        self.model.points.resample(int(self.model.optimizer.iterations.numpy()))
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stop the training after `steps` or `seconds`."""
-        is_last = self.first_step + batch + 1 >= self.steps
-        if is_last or time.monotonic() > self.end:
-            self.model.stop_training = True
 
 
 def check_conditions(

@@ -128,22 +128,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             [None if g is None else keras.ops.divide(g, scale) for g in grads],
             trainable_variables,
         )
-        self._adapt(scale, self._on_any_replica(skipped > before))
-
-    def _on_any_replica(self, overflowed: tf.Tensor) -> tf.Tensor:
-        """Return True, on all replicas, if any replica has skipped the step."""
-        job = self.inner_optimizer.method.job
-        replicas = job.topology.replicas
-        if len(self.inner_optimizer.method.peers(job.rank)) == replicas:
-            return overflowed
-        # Send the flag to MR-DHO2's accelerators, which train no batch.
-        flag = tf.cast(overflowed, tf.float32)
-        group = job.group("loss scale")
-        (total,) = group.all_reduce([flag])
-        return total > 0
-
-    def _adapt(self, scale: tf.Tensor, overflowed: tf.Tensor) -> None:
-        """Halve the scale on overflow; double it after many valid steps."""
+        overflowed = skipped > before
+        if len(self.inner_optimizer.method.peers(job.rank)) < (
+            job.topology.replicas
+        ):
+            # Send the flag to MR-DHO2's accelerators, which train no batch.
+            group = job.group("loss scale")
+            (total,) = group.all_reduce([tf.cast(overflowed, tf.float32)])
+            overflowed = total > 0
+        # Halve the scale on overflow; double it after many valid steps.
         counter = replica_variable(self.step_counter)
         grows = tf.equal(counter, self.dynamic_growth_steps - 1)
         larger = tf.where(grows, 2 * scale, scale)

@@ -5,7 +5,7 @@ import re
 import types
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -23,15 +23,27 @@ from tfkfac.training.job import refuse_eager_replicas
 _IGNORED = frozenset({"name", "seed", "rng"})
 _COUNT = re.compile(r"_\d+$")  # counter in a Keras layer name
 _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType)
+# Entries of configs that `describe_model` leaves out.
+_SKIPPED = {"class", "layers", "input_layers", "output_layers", "dtype"}
 
 
-def check_settings(model: keras.Model, loss_scaler: Any) -> None:
+def check_settings(
+    model: keras.Model,
+    loss_scaler: Any,
+    optimizers: Sequence[keras.optimizers.Optimizer],
+) -> None:
     """Refuse unsupported settings of a compiled model.
 
     XLA without a GPU is turned off. `loss_scaler` is the `LossScaleOptimizer`
-    around the optimizer, or None.
+    around the optimizer, or None; `optimizers` are the wrapped optimizers.
     """
-    train_without_xla(model)
+    if not tf.config.list_physical_devices("GPU"):
+        train_without_xla(
+            model,
+            "Argument `jit_compile` of `compile` should not be True without a "
+            "GPU: XLA's decompositions are many times slower on a CPU. "
+            "Received: jit_compile=True.",
+        )
     strategy = model.distribute_strategy
     check_strategy(strategy)
     repair(strategy)
@@ -53,14 +65,7 @@ def check_settings(model: keras.Model, loss_scaler: Any) -> None:
             "model with `tfkfac.LossScaleOptimizer(optimizer)`, or use the "
             "policy 'mixed_bfloat16', which needs none."
         )
-
-
-def check_scope(
-    model: keras.Model, optimizers: Sequence[keras.optimizers.Optimizer]
-) -> None:
-    """Refuse optimizers of another scope: their updates would wait forever."""
-    if model.distribute_strategy.num_replicas_in_sync == 1:
-        return
+    # With an optimizer of another scope, updates would wait forever.
     for optimizer in optimizers:
         iterations = raw_iterations(optimizer).value
         if not isinstance(iterations, tf.distribute.DistributedValues):
@@ -72,18 +77,12 @@ def check_scope(
             )
 
 
-def train_without_xla(model: keras.Model) -> None:
-    """Turn XLA off, with a warning, if there is no GPU."""
-    if not uses_xla(model) or tf.config.list_physical_devices("GPU"):
-        return
-    warnings.warn(
-        "Argument `jit_compile` of `compile` should not be True without a GPU: "
-        "XLA's decompositions are many times slower on a CPU. Received: "
-        f"jit_compile=True. Model '{model.name}' trains with "
-        "jit_compile=False.",
-        stacklevel=2,
-    )
-    model.jit_compile = False
+def train_without_xla(model: keras.Model, reason: str) -> None:
+    """Turn XLA off if it is on, with a warning."""
+    if uses_xla(model):
+        text = f"{reason} Model '{model.name}' trains with jit_compile=False."
+        warnings.warn(text, stacklevel=2)
+        model.jit_compile = False
 
 
 def uses_xla(model: keras.Model) -> bool:
@@ -100,22 +99,15 @@ def describe_model(model: keras.Model) -> dict[str, Any]:
     for number, layer in enumerate(layers):
         # Remove Keras' counter, which depends on layers of other models.
         label = f"layer {number} '{_COUNT.sub('', layer.name)}'"
-        for key, value in _settings(layer):
-            result[f"{label}, {key}"] = value
+        settings = {"class": type(layer).__name__}
+        if isinstance(config := plain(layer), dict):
+            # Skip layers in the config of a model: they are in `layers`.
+            # Keras' counters are in the names of its inputs and outputs.
+            settings |= {k: v for k, v in config.items() if k not in _SKIPPED}
+        settings["dtype policy"] = layer.dtype_policy.name
+        settings["trainable"] = layer.trainable
+        result |= {f"{label}, {key}": x for key, x in settings.items()}
     return result
-
-
-def _settings(layer: keras.layers.Layer) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a layer, with its config if it has one."""
-    config = plain(layer)
-    yield "class", type(layer).__name__
-    if isinstance(config, dict):
-        # Skip layers in the config of a model: `describe_model` lists them.
-        # Keras' counters are in the names of its inputs and outputs.
-        skipped = {"class", "layers", "input_layers", "output_layers", "dtype"}
-        yield from ((k, v) for k, v in config.items() if k not in skipped)
-    yield "dtype policy", layer.dtype_policy.name
-    yield "trainable", layer.trainable
 
 
 def plain(value: Any) -> Any:

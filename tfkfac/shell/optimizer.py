@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -20,7 +21,7 @@ from tfkfac.compat.optimizers import trainable_variables as known_variables
 from tfkfac.compat.strategies import repair
 from tfkfac.distributed.agreement import check_agreement
 from tfkfac.distributed.topology import find_topology
-from tfkfac.loss.batch import LossBatch, LossTap, record_loss
+from tfkfac.loss.batch import LossBatch, LossTap, scalar_loss
 from tfkfac.loss.shares import LossScaling
 from tfkfac.shell.arguments import (
     Hyperparameter,
@@ -30,13 +31,7 @@ from tfkfac.shell.arguments import (
     setting,
 )
 from tfkfac.shell.method import Method
-from tfkfac.shell.model import (
-    check_scope,
-    check_settings,
-    describe_model,
-    plain,
-    uses_xla,
-)
+from tfkfac.shell.model import check_settings, describe_model, plain, uses_xla
 from tfkfac.shell.rates import ScheduledOptimizer
 from tfkfac.shell.saving import SavedState
 from tfkfac.training.job import Job
@@ -193,12 +188,31 @@ class SecondOrderOptimizer(ScheduledOptimizer):
             )
         if loss_terms is not None and not callable(loss_terms):
             loss_terms = check_count("loss_terms", loss_terms, 1)
-        self._check_owner(model)
-        check_settings(model, loss_scaler)
-        check_scope(model, self._optimizers)
-        self._check_variables(model)
+        owner = None if self._job is None else self._job.find_model()
+        if self._job is not None and owner is not model:
+            bound = f"model '{owner.name}'" if owner else "a deleted model"
+            received = f"model '{model.name}'"
+            if owner is not None and owner.name == model.name:
+                received = "a clone, which is another model of the same name"
+            raise ValueError(
+                f"Optimizer '{self.name}' already belongs to {bound} and "
+                "keeps its curvature. Create a new optimizer for each model. "
+                f"Received: {received}."
+            )
+        check_settings(model, loss_scaler, self._optimizers)
+        added = [
+            v.path
+            for v in model.trainable_variables
+            if not any(knows_variable(x, v) for x in self._optimizers)
+        ]
+        if self.built and added:
+            raise ValueError(
+                f"Optimizer '{self.name}' was built without the variables "
+                f"{added}. Compile the model with a new optimizer after making "
+                "more of it trainable."
+            )
         detach(model, self.method)
-        self._scaling.set_scaler(loss_scaler)
+        self._scaling.scaler = loss_scaler and weakref.ref(loss_scaler)
         if self._job is None:
             self._job = Job(
                 self.name,
@@ -238,32 +252,6 @@ class SecondOrderOptimizer(ScheduledOptimizer):
                 "cannot be inside a `MultiOptimizer`."
             )
         return self._job
-
-    def _check_owner(self, model: keras.Model) -> None:
-        owner = None if self._job is None else self._job.find_model()
-        if self._job is not None and owner is not model:
-            bound = f"model '{owner.name}'" if owner else "a deleted model"
-            received = f"model '{model.name}'"
-            if owner is not None and owner.name == model.name:
-                received = "a clone, which is another model of the same name"
-            raise ValueError(
-                f"Optimizer '{self.name}' already belongs to {bound} and "
-                "keeps its curvature. Create a new optimizer for each model. "
-                f"Received: {received}."
-            )
-
-    def _check_variables(self, model: keras.Model) -> None:
-        added = [
-            v.path
-            for v in model.trainable_variables
-            if not any(knows_variable(x, v) for x in self._optimizers)
-        ]
-        if self.built and added:
-            raise ValueError(
-                f"Optimizer '{self.name}' was built without the variables "
-                f"{added}. Compile the model with a new optimizer after making "
-                "more of it trainable."
-            )
 
     # ------------------------------------------------------------ the step
     def build(self, variables: Sequence[keras.Variable]) -> None:
@@ -383,7 +371,11 @@ class SecondOrderOptimizer(ScheduledOptimizer):
         job = self._job
         if job is None:
             return loss
-        record_loss(job.model, loss)
+        batches = LossTap.open(job.model).current()
+        batch = batches.pop() if batches else LossBatch()
+        if not batch.arguments:  # `compute_loss` was not called
+            batch = dataclasses.replace(batch, value=scalar_loss(loss))
+        batches.append(batch)
         if job.topology.replicas == 1:
             return loss
         self.build_in_scope(job.model.trainable_variables)

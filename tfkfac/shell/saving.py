@@ -15,22 +15,21 @@ import tensorflow as tf
 from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.compat.overrides import Below, override
 from tfkfac.distributed.agreement import exchange
-from tfkfac.distributed.collectives import Communicator, split_buckets
+from tfkfac.distributed.collectives import split_buckets
 from tfkfac.saving.entries import (
     STATE,
     Contents,
     Entry,
     Piece,
+    Region,
     join,
     ranks_to_join,
     storable,
 )
 from tfkfac.saving.store import (
     Saved,
-    check_format,
-    find_worker,
-    is_foreign,
     load_state,
+    reason_to_ignore,
     save_state,
     worker_key,
     write_format,
@@ -101,10 +100,7 @@ class SavedState(tf.train.experimental.PythonState):
         self._gathered = self._fingerprint(self._job), state
 
     def _is_gathered(self, job: Job) -> bool:
-        """Return True if the current state is in the memory of worker 0.
-
-        Gather the state first if all workers save now.
-        """
+        """Return True if worker 0 has the state; gather it if all save."""
         fingerprint = self._fingerprint(job)
         if self._gathered is not None and self._gathered[0] == fingerprint:
             return True
@@ -185,7 +181,17 @@ class SavedState(tf.train.experimental.PythonState):
         job = self._job
         assert job is not None
         result = {}
-        seeds = seed_states(job.find_model())
+        # The states of seed generators, which are no weights: Keras' files do
+        # not contain them.
+        seeds: list[tuple[tf.Variable, ...]] = []
+        if (model := job.find_model()) is not None:
+            strategy = model.distribute_strategy
+            weights = {id(variable) for variable in model.weights}
+            seeds = [
+                strategy.experimental_local_results(variable.value)
+                for variable in model.variables
+                if id(variable) not in weights
+            ]
         # The number in the name makes `load` reject another number of seeds.
         section = f"{len(seeds)} seed generators"
         for index, rank in enumerate(job.topology.local):
@@ -241,7 +247,11 @@ class SavedState(tf.train.experimental.PythonState):
                 stacklevel=2,
             )
             return
-        reason = self._why_unusable(store)
+        key = None
+        if self._job is not None:
+            topology = self._job.topology
+            key = worker_key(topology.process, topology.processes)
+        reason = reason_to_ignore(store, self._name, key)
         if reason is not None:
             warnings.warn(
                 f"Optimizer '{self._name}' does not load its saved curvature: "
@@ -282,24 +292,6 @@ class SavedState(tf.train.experimental.PythonState):
                 stacklevel=2,
             )
 
-    def _why_unusable(self, store: Mapping[str, Any]) -> str | None:
-        """Return why saved state cannot be loaded, or None."""
-        if is_foreign(store):
-            return "the file is of another optimizer"
-        check_format(store, self._name)
-        if self._job is None:
-            return "the model is not built"
-        worker, topology = find_worker(store), self._job.topology
-        if worker not in (
-            None,
-            worker_key(topology.process, topology.processes),
-        ):
-            return (
-                f"the file has the state of one worker only ({worker}), and "
-                "this process is another; the file of worker 0 has all state"
-            )
-        return None
-
     # --------------------------------------------------------- checkpoints
     def serialize(self) -> bytes:
         """Return the state as bytes, for `tf.train.Checkpoint`."""
@@ -335,22 +327,6 @@ def wrapped_entries(job: Job) -> list[Entry]:
     ]
 
 
-def seed_states(model: keras.Model | None) -> list[tuple[tf.Variable, ...]]:
-    """Return the variables of each seed generator on the local replicas.
-
-    Keras' files do not contain these variables, which are not weights.
-    """
-    if model is None:
-        return []
-    strategy = model.distribute_strategy
-    weights = {id(variable) for variable in model.weights}
-    return [
-        strategy.experimental_local_results(variable.value)
-        for variable in model.variables
-        if id(variable) not in weights
-    ]
-
-
 # ------------------------------------------------ the state of all workers
 _CHIEF = 0
 # (rank of a replica, name of an entry in a file)
@@ -370,7 +346,20 @@ def gather_state(
     variables = {
         (r, e.key): e.variable for r, es in entries.items() for e in es
     }
-    pieces = exchange_pieces(entries, group)
+    # Gather the `Piece`s of all replicas, by rank and name in a file.
+    local = {
+        str(rank): [Piece.from_entry(entry) for entry in of_rank]
+        for rank, of_rank in entries.items()
+    }
+    pieces: dict[int, dict[str, Piece]] = {}
+    for process in exchange(local, group):
+        for rank, fields in process.items():
+            restored = pieces.setdefault(int(rank), {})
+            for key, shape, dtype, stacked, region in fields:
+                # Tuples are lists after a round trip through JSON.
+                region = region and Region(*map(tuple, region))
+                piece = Piece(key, tuple(shape), dtype, stacked, region)
+                restored[key] = piece
     needed = ranks_to_join(pieces)
     keys = [(rank, key) for key, ranks in needed.items() for rank in ranks]
     values: dict[Key, np.ndarray] = {}
@@ -410,19 +399,3 @@ def gather_state(
         )
         for key, ranks in needed.items()
     }
-
-
-def exchange_pieces(
-    entries: Mapping[int, Sequence[Entry]], group: Communicator
-) -> dict[int, dict[str, Piece]]:
-    """All-gather the `Piece`s of all replicas, by rank and name in a file."""
-    local = {
-        str(rank): [Piece.from_entry(entry) for entry in of_rank]
-        for rank, of_rank in entries.items()
-    }
-    result: dict[int, dict[str, Piece]] = {}
-    for process in exchange(local, group):
-        for rank, fields in process.items():
-            pieces = [Piece.from_json(values) for values in fields]
-            result[int(rank)] = {piece.key: piece for piece in pieces}
-    return result

@@ -12,8 +12,8 @@ from tfkfac.factors import Factor, Part, Side, Tensors
 
 T = TypeVar("T")
 
-# Factor types of a block by name, "A" and "G". Without "A", A is the identity.
 Factors = Mapping[str, Factor]
+"""Factor types of a block, by "A" and "G". Without "A", A is the identity."""
 
 # Side of the gradient matrix W on which the inverse of a factor is multiplied,
 # in the order of the products: A^-1 (W G^-1).

@@ -6,6 +6,8 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks import LayerGradient, MatrixGradient, RowGradient
+from tfkfac.compat.functions import shared_call
+from tfkfac.compat.graphs import in_xla
 from tfkfac.factors import Part, Side, Tensors
 from tfkfac.solvers.base import SIDES, Factors, Solver, of_factor, with_prefix
 
@@ -56,7 +58,9 @@ class InverseSolver(Solver):
         """
         if "A" not in means:
             return damping
-        pi, root = balance(means["A"], means["G"]), tf.sqrt(damping)
+        key = None if in_xla() else "balance"
+        pi = shared_call(key, balance, means["A"], means["G"], any_size=True)
+        root = tf.sqrt(damping)
         return pi * root if name == "A" else root / pi
 
     @override

@@ -12,6 +12,8 @@ _BUILT_IN: dict[str, type[Solver]] = {
     "inverse": InverseSolver,
 }
 SOLVERS = dict(_BUILT_IN)
+"""Solver classes by name, registered ones too."""
+
 # Sections of saved state; no solver may have these names.
 RESERVED = ("format", "share", "state")
 

@@ -72,7 +72,25 @@ class Supervision(keras.callbacks.Callback):
         self._stall_detector = find_detector(strategy)
         self._is_alone = find_topology(strategy).processes == 1
         if not self._is_alone:
-            self._exchange_frequencies()
+            if not self._optimizer.built:
+                self._optimizer.build(self.model.trainable_variables)
+            collective = [
+                type(callback).__name__
+                for callback in self._callbacks
+                if getattr(callback, "is_collective", False)
+            ]
+            frequencies = [
+                getattr(x, "save_freq", None) for x in self._callbacks
+            ]
+            workers = exchange(
+                {"save_freq": frequencies, "callbacks": collective},
+                self._optimizer.method.job.among_processes("callbacks"),
+            )
+            self._frequencies = {f for x in workers for f in x["save_freq"]}
+            comparison.refuse_differences(
+                "These callbacks must be on all workers",
+                [{"callbacks": worker["callbacks"]} for worker in workers],
+            )
         self._events_before = self._optimizer.event_counts()
 
     @override
@@ -112,18 +130,8 @@ class Supervision(keras.callbacks.Callback):
             else:
                 plan.move_end(now, num_left, 0)
             self._first_batch = None
-        self._count_events()
-        if not self._is_alone:
-            comparison.compare_bits(self._optimizer)
-            if "epoch" in self._frequencies:
-                self._optimizer.gather_state()
-
-    def _count_events(self) -> None:
-        """Count the events of this `fit` on all workers.
-
-        Runs after each epoch: workers may reach the end of `fit` at different
-        times.
-        """
+        # Count the events of this `fit` on all workers after each epoch:
+        # workers may reach the end of `fit` at different times.
         total = self._optimizer.event_counts()
         self._events = largest_counts(total - self._events_before)
         if not self._is_alone:
@@ -132,6 +140,10 @@ class Supervision(keras.callbacks.Callback):
             # maximum, not the sum.
             for counts in exchange(self._events, group):
                 self._events |= collections.Counter(counts)
+        if not self._is_alone:
+            comparison.compare_bits(self._optimizer)
+            if "epoch" in self._frequencies:
+                self._optimizer.gather_state()
 
     @override
     def on_train_end(self, logs: Any = None) -> None:
@@ -140,36 +152,13 @@ class Supervision(keras.callbacks.Callback):
             counts = "; ".join(f"{x}: {n}" for x, n in self._events.items())
             print_line(f"{self._optimizer.name} in this fit: {counts}")
 
-    def _exchange_frequencies(self) -> None:
-        """Collect `save_freq` of the callbacks of all workers."""
-        if not self._optimizer.built:
-            self._optimizer.build(self.model.trainable_variables)
-        frequencies = [getattr(x, "save_freq", None) for x in self._callbacks]
-        collective = [
-            type(callback).__name__
-            for callback in self._callbacks
-            if getattr(callback, "is_collective", False)
-        ]
-        workers = exchange(
-            {"save_freq": frequencies, "callbacks": collective},
-            self._optimizer.method.job.among_processes("callbacks"),
-        )
-        self._frequencies = {f for x in workers for f in x["save_freq"]}
-        comparison.refuse_differences(
-            "These callbacks must be on all workers",
-            [{"callbacks": worker["callbacks"]} for worker in workers],
-        )
-
     def _num_batches(self) -> int:
         """Return the number of batches so far, with pending micro-batches."""
         per_update, pending = self._optimizer.method.accumulation()
         return self._optimizer.num_updates * per_update + pending
 
     def _count_updates(self, batches: int) -> int:
-        """Return the number of updates in the next `batches` batches.
-
-        Includes the micro-batches that an earlier `fit` has left.
-        """
+        """Return the number of updates in the next `batches` batches."""
         per_update, pending = self._optimizer.method.accumulation()
         return (pending + batches) // per_update
 
@@ -195,13 +184,29 @@ class Supervision(keras.callbacks.Callback):
             )
         skips = any(getattr(x, "num_skipped", 0) for x in self._callbacks)
         plan.in_fit.assign(1)
-        if is_resumed and plan.continues(epoch, steps or 0, skips):
+        # Without skipped batches, an epoch of which a part is done is repeated.
+        at_position = int(plan.epoch.numpy()) + 1 == epoch + skips
+        has_equal_data = int(plan.steps.numpy()) == (steps or 0)
+        if is_resumed and at_position and has_equal_data:
             return
         is_resumed &= now < (plan.end or 0)
         if steps is None:
             if not is_resumed:
                 plan.begin(now, 0, epochs)
-                self._warn_of_constant_rate(epochs - epoch)
+                is_first = 0 in self._optimizer.method.job.topology.local
+                if (
+                    epochs - epoch == 1
+                    and self._optimizer.has_decay
+                    and is_first
+                ):
+                    # No epoch of known length follows.
+                    warnings.warn(
+                        "The learning rate stays constant in this `fit`: its "
+                        "number of batches is unknown. Pass `steps_per_epoch`, "
+                        "or use `dataset.apply("
+                        "tf.data.experimental.assert_cardinality(n))`.",
+                        stacklevel=2,
+                    )
             self._first_batch = self._num_batches()
             return
         num_left = max(self._count_updates((epochs - epoch) * steps), 1)
@@ -209,17 +214,6 @@ class Supervision(keras.callbacks.Callback):
             plan.move_end(now, num_left, steps)
         else:
             plan.begin(now, num_left, epochs, steps)
-
-    def _warn_of_constant_rate(self, epochs_left: int) -> None:
-        """Warn if no epoch of known length follows one of unknown length."""
-        is_first = 0 in self._optimizer.method.job.topology.local
-        if epochs_left == 1 and self._optimizer.has_decay and is_first:
-            warnings.warn(
-                "The learning rate stays constant in this `fit`: its number of "
-                "batches is unknown. Pass `steps_per_epoch`, or use "
-                "`dataset.apply(tf.data.experimental.assert_cardinality(n))`.",
-                stacklevel=2,
-            )
 
     def _start_run(self) -> None:
         """Set the run length of the method; check that all workers agree."""

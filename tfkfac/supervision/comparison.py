@@ -72,7 +72,18 @@ def common_order(
         yield []
         return
     group = Communicator(topology.process, topology.processes, "data")
-    seed, fit = _common_seed(strategy, group), next(_fit_numbers)
+    if not hasattr(strategy, "shuffle_seed"):
+        # `tfkfac.MultiWorkerMirroredStrategy` sets a common seed in its
+        # constructor, unless the user has set one. Under TensorFlow's strategy
+        # the first `fit` sets it. This is early enough for arrays, but too late
+        # for a `tf.data.Dataset` created before.
+        proposal = {"seed": global_seed(), "random": secrets.randbits(31)}
+        proposals = exchange(proposal, group)
+        strategy.shuffle_seed = None
+        if all(worker["seed"] is None for worker in proposals):
+            strategy.shuffle_seed = int(proposals[0]["random"])
+            tf.random.set_seed(strategy.shuffle_seed)
+    seed, fit = strategy.shuffle_seed, next(_fit_numbers)
     shuffle = arguments.get("shuffle", True)
     orders = {
         "x": _order_seeds(arguments.get("x"), shuffle, group.rank),
@@ -105,26 +116,6 @@ def common_order(
         yield [compare] if is_python else []
 
 
-def _common_seed(
-    strategy: tf.distribute.Strategy, group: Communicator
-) -> int | None:
-    """Return the common seed of the workers; None if the user has set one.
-
-    `tfkfac.MultiWorkerMirroredStrategy` sets the seed in its constructor.
-    Under TensorFlow's strategy the first `fit` sets it. This is early enough
-    for arrays, but too late for a `tf.data.Dataset` created before.
-    """
-    if not hasattr(strategy, "shuffle_seed"):
-        proposal = {"seed": global_seed(), "random": secrets.randbits(31)}
-        proposals = exchange(proposal, group)
-        strategy.shuffle_seed = None
-        if all(worker["seed"] is None for worker in proposals):
-            strategy.shuffle_seed = int(proposals[0]["random"])
-            tf.random.set_seed(strategy.shuffle_seed)
-    seed: int | None = strategy.shuffle_seed
-    return seed
-
-
 def _order_seeds(data: Any, shuffle: Any, rank: int) -> list[Any]:
     """Return the seeds that define the order of an argument of `fit`."""
     unseeded = f"drawn by worker {rank}"
@@ -145,14 +136,28 @@ def compare_beginnings(
     optimizer: SecondOrderOptimizer, run: dict[str, Any]
 ) -> None:
     """Compare configuration and position before training, on all workers."""
-    group = optimizer.method.job.among_processes("begin")
+    method, job = optimizer.method, optimizer.method.job
+    group, rank = job.among_processes("begin"), job.topology.local[0]
     # Repeat the comparison of `build`: hyperparameters may have changed.
     check_agreement(optimizer.description(), group)
+    counts = [
+        entry.variable
+        for entry in method.contents(rank).entries
+        if entry.spread is Spread.REPLICATED and entry.variable.dtype.is_integer
+    ]
+    weights = job.model.trainable_variables
+    inner = _common_variables(optimizer)[len(weights) :]
+    position = {
+        "updates": int(raw_iterations(job.inner_optimizer).numpy()),
+        "digest of the weights": f"{_checksum(weights):08x}",
+        "digest of the counters": f"{_checksum(counts):08x}",
+        "digest of the inner optimizer": f"{_checksum(inner):08x}",
+    }
     refuse_differences(
         "All workers must begin training at the same point. If they have "
         "been restarted, load the same backup on all of them: "
         "`tfkfac.callbacks.ChiefBackup`. These differ",
-        exchange({**run, **_training_position(optimizer)}, group),
+        exchange({**run, **position}, group),
     )
 
 
@@ -184,25 +189,6 @@ def refuse_differences(
     differences = find_differences(descriptions)
     if differences:
         raise ValueError(f"{message}: {first_of(differences)}")
-
-
-def _training_position(optimizer: SecondOrderOptimizer) -> dict[str, Any]:
-    """Return the number of updates and checksums of weights and state."""
-    method, job = optimizer.method, optimizer.method.job
-    rank = job.topology.local[0]
-    counts = [
-        entry.variable
-        for entry in method.contents(rank).entries
-        if entry.spread is Spread.REPLICATED and entry.variable.dtype.is_integer
-    ]
-    weights = job.model.trainable_variables
-    inner = _common_variables(optimizer)[len(weights) :]
-    return {
-        "updates": int(raw_iterations(job.inner_optimizer).numpy()),
-        "digest of the weights": f"{_checksum(weights):08x}",
-        "digest of the counters": f"{_checksum(counts):08x}",
-        "digest of the inner optimizer": f"{_checksum(inner):08x}",
-    }
 
 
 def _common_variables(optimizer: SecondOrderOptimizer) -> list[keras.Variable]:

@@ -21,7 +21,6 @@ from tfkfac.cluster.watch import find_detector
 from tfkfac.compat.models import (
     Arguments,
     Callbacks,
-    after_compile,
     swap_averages_of,
     wrap_compiled_steps,
     wrap_fit,
@@ -45,48 +44,37 @@ from tfkfac.training.guards import as_errors
 _OVERRIDES, _BOUND = "_tfkfac_supervision", "_tfkfac_optimizer"
 
 
-def hook_compile() -> None:
-    """Bind and supervise each model after `Model.compile`."""
-    after_compile(_after_compile)
-
-
-def _bind(model: keras.Model) -> None:
-    """Attach an optimizer of tfkfac to the model compiled with it.
+def supervise(model: keras.Model) -> None:
+    """Attach an optimizer of tfkfac to the model compiled with it; supervise.
 
     A Keras optimizer has no reference to its model. `compile` always runs
-    before the first trace, also in `load_model`. Detach the optimizer of an
-    earlier `compile`.
+    before the first trace, also in `load_model`.
     """
+    previous = drop_from(model, _OVERRIDES)
+    if previous is not None:
+        previous.close()
+    # Detach the optimizer of an earlier `compile`.
     outer = getattr(model, "optimizer", None)
-    scaler = None
-    if isinstance(outer, keras.optimizers.LossScaleOptimizer):
-        outer, scaler = outer.inner_optimizer, outer
-    if (previous := drop_from(model, _BOUND)) is not None:
+    optimizer = find_optimizer(outer)
+    if (bound := drop_from(model, _BOUND)) is not None:
         # A method may outlive its optimizer until it is garbage-collected.
-        optimizer, method = (reference() for reference in previous)
-        if optimizer is None or optimizer is not outer:
+        earlier, method = (reference() for reference in bound)
+        if earlier is None or earlier is not optimizer:
             detach(model, method)
-    if isinstance(outer, SecondOrderOptimizer):
-        outer.attach(model, loss_scaler=scaler)
+    if optimizer is not None:
+        scaler = None if outer is optimizer else outer
+        optimizer.attach(model, loss_scaler=scaler)
         if type(scaler) is keras.optimizers.LossScaleOptimizer:
-            undo_overflows(scaler, outer)
-        bound = weakref.ref(outer), weakref.ref(outer.method)
+            undo_overflows(scaler, optimizer)
+        bound = weakref.ref(optimizer), weakref.ref(optimizer.method)
         keep_on(model, _BOUND, lambda: bound)
         if model.built and not unbuilt(model):
             # Build now: building in the first step would cause a retrace.
-            outer.build_in_scope(model.trainable_variables)
+            optimizer.build_in_scope(model.trainable_variables)
             if scaler is not None:
                 # Only a built optimizer can load its variables from files.
                 with model.distribute_strategy.scope():
                     build_once(scaler, model.trainable_variables)
-
-
-def _after_compile(model: keras.Model) -> None:
-    previous = drop_from(model, _OVERRIDES)
-    if previous is not None:
-        previous.close()
-    _bind(model)
-    optimizer = find_optimizer(getattr(model, "optimizer", None))
     overrides = _supervise(model, optimizer) + build_from_specs(model)
     if optimizer is not None:
         if uses_xla(model):
@@ -174,10 +162,7 @@ def _supervise(
 
 @contextlib.contextmanager
 def _swap_averages(callbacks: Callbacks, _: Arguments) -> Iterator[Callbacks]:
-    """Make `SwapEMAWeights` swap the weights of all wrapped optimizers.
-
-    By itself the callback finds only the inner optimizer.
-    """
+    """Make `SwapEMAWeights` swap the weights of all wrapped optimizers."""
 
     def choose(
         callback: keras.callbacks.Callback,

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import keras
 import tensorflow as tf
 
 from tfkfac.capture.walk import walk
@@ -27,20 +26,27 @@ class Accumulation(Slots):
     def __init__(self, steps: int, job: Job) -> None:
         super().__init__("accumulation", section=PENDING)
         self._steps = steps
-        weights = job.model.trainable_variables
-        self.sums = [
-            self.slot(
-                f"gradient_sum_{name}",
-                weight.shape,
-                weight.dtype,
-                layer=path,
-                spread=Spread.PARTIAL,
-                is_finite=False,
+        # Name each weight by its layer, and by a number and name in the layer.
+        names: dict[int, tuple[str, str]] = {}
+        for node in walk(job.model):
+            weights = node.layer.trainable_variables
+            unnamed = [v for v in weights if id(v) not in names]
+            for i, weight in enumerate(unnamed):
+                names[id(weight)] = node.path, f"{i}_{weight.name}"
+        sums = []
+        for weight in job.model.trainable_variables:
+            path, name = names[id(weight)]
+            sums.append(
+                self.slot(
+                    f"gradient_sum_{name}",
+                    weight.shape,
+                    weight.dtype,
+                    layer=path,
+                    spread=Spread.PARTIAL,
+                    is_finite=False,
+                )
             )
-            for weight, (path, name) in zip(
-                weights, names_of(job.model), strict=True
-            )
-        ]
+        self.sums = sums
         self.count = self.slot("micro_batches")
         # Sums over micro-batches: numbers of loss terms, and weights.
         self.terms = self.slot("terms", dtype="float64")
@@ -115,14 +121,3 @@ class Accumulation(Slots):
 
 def _num_terms(loss: LossMeasure) -> tf.Tensor:
     return tf.ones_like(loss.unit) if loss.total is None else loss.total
-
-
-def names_of(model: keras.Model) -> list[tuple[str, str]]:
-    """Return (layer path, unique name in the layer) of trainable weights."""
-    names: dict[int, tuple[str, str]] = {}
-    for node in walk(model):
-        weights = node.layer.trainable_variables
-        unnamed = [v for v in weights if id(v) not in names]
-        for i, variable in enumerate(unnamed):
-            names[id(variable)] = node.path, f"{i}_{variable.name}"
-    return [names[id(v)] for v in model.trainable_variables]

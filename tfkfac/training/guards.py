@@ -66,20 +66,17 @@ def _print(flags: tf.Tensor, names: tf.Tensor, message: tf.Tensor) -> tf.Tensor:
 
 # ------------------------------------- steps skipped, batches without examples
 class Streak:
-    """Consecutive skipped steps of one replica up to now.
-
-    Attributes:
-        excluded: 1 if the metrics exclude the last batch, because its step was
-            skipped and its loss is not finite; else 0.
-        names: Paths of the checked gradients, from the last trace.
-    """
+    """Consecutive skipped steps of one replica up to now."""
 
     def __init__(self) -> None:
         self.length = state_variable(0, "int64", "skipped_in_a_row")
+        # 1 if the metrics exclude the last batch, because its step was skipped
+        # and its loss is not finite; else 0.
         self.excluded = state_variable(0, "int64", "left_out")
         self._bad = state_variable(0, "int64", "gradients_not_finite")
         self._first = state_variable(0, "int64", "first_not_finite")
         self._variables = self.length, self.excluded, self._bad, self._first
+        # Paths of the checked gradients, from the last trace.
         self.names: tuple[str, ...] = ()
 
     def end(self) -> None:
@@ -118,25 +115,22 @@ class Streak:
         """Return the length; raise an error at the limit. Call eagerly only."""
         if (length := int(self.length.numpy())) < limit:
             return length
+        bad = int(self._bad.numpy())
+        reason = (
+            "gradients are not finite at any loss scale. Is the loss finite "
+            "without loss scaling?"
+        )
+        if bad:
+            first = self.names[int(self._first.numpy())]
+            reason = (
+                f"{bad} of {len(self.names)} gradients are not finite, the "
+                f"first is that of '{first}'."
+            )
         raise FloatingPointError(
             f"Optimizer '{name}' has skipped {length} steps in a row "
-            f"(max_skipped_steps={limit}): {self._reason()} The weights are "
+            f"(max_skipped_steps={limit}): {reason} The weights are "
             "those of the last valid step. Check the batches and the loss; a "
             "smaller learning rate or a larger damping may help."
-        )
-
-    def _reason(self) -> str:
-        """Text on the gradients that were not finite in the last step."""
-        bad = int(self._bad.numpy())
-        if bad == 0:
-            return (
-                "gradients are not finite at any loss scale. Is the loss "
-                "finite without loss scaling?"
-            )
-        first = self.names[int(self._first.numpy())]
-        return (
-            f"{bad} of {len(self.names)} gradients are not finite, the first "
-            f"is that of '{first}'."
         )
 
 

@@ -43,27 +43,22 @@ class Update(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Step:
-    """Training step of a replica, in one trace.
-
-    Attributes:
-        gradients: Gradients of this replica's loss, divided by the number of
-            replicas by Keras; None for a variable without a gradient.
-        variables: The variables of the gradients.
-        group: The replicas that train together.
-        before: Values of the model's non-trainable state before its call.
-        finite: Scalar bool, False to skip the step; set by `check_finite`.
-        unit_factor: Factor by which `multiply_unit` changed the unit, or None.
-        output_changes: Changes of weights that replace the step if due.
-    """
+    """Training step of a replica, in one trace."""
 
     job: Job
+    # Gradients of this replica's loss, divided by the number of replicas by
+    # Keras; None for a variable without a gradient.
     gradients: Gradients
-    variables: Sequence[keras.Variable]
+    variables: Sequence[keras.Variable]  # of the gradients
     batch: LossBatch
-    group: Communicator
+    group: Communicator  # the replicas that train together
+    # Values of the model's non-trainable state before its call.
     before: Values = dataclasses.field(default_factory=list)
+    # Scalar bool, False to skip the step; set by `check_finite`.
     finite: tf.Tensor = dataclasses.field(init=False)
+    # Factor by which `multiply_unit` changed the unit.
     unit_factor: tf.Tensor | None = dataclasses.field(init=False, default=None)
+    # Changes of weights that replace the step if due.
     output_changes: Changes = dataclasses.field(
         init=False, default_factory=dict
     )
@@ -186,7 +181,18 @@ class Step:
 
     def check_finite(self) -> None:
         """Set `finite`; if False, count the step and restore the model."""
-        flags, streak = self._finite_flags(), self._streak
+        values = [
+            g.values if isinstance(g, tf.IndexedSlices) else g
+            for g in self.gradients
+            if g is not None
+        ]
+        streak, group = self._streak, self.group
+        streak.names = tuple(self.gradient_paths())
+        # A bool per gradient, equal on all replicas.
+        flags = are_finite([*values, *self._bounds])
+        if not self._is_reduced:
+            (bad,) = group.all_reduce([tf.cast(~flags, tf.float32)])
+            flags = tf.equal(bad, 0)
         self.finite = tf.reduce_all(flags)
         skipped = ~self.finite
         count_each(
@@ -197,7 +203,12 @@ class Step:
         )
 
         def skip() -> None:
-            streak.extend(flags, self._is_lost())
+            lost = is_lost(self.batch.value)
+            if self.batch.value is not None and group.size > 1:
+                # The metrics exclude the batch if any replica has lost it.
+                (total,) = group.all_reduce([tf.cast(lost, tf.float32)])
+                lost = total > 0
+            streak.extend(flags, lost)
             restore(self.before)
 
         when(skipped, skip)
@@ -211,7 +222,25 @@ class Step:
         """
 
         def update() -> None:
-            self._apply_inner(direction())
+            inner, rest = self.job.inner_optimizer, self.job.rest_optimizer
+            gradients, after = direction()
+            # Import gradients of an outer graph, which methods may pass
+            # unchanged.
+            pairs = [
+                (None if g is None else in_current_graph(g), v)
+                for g, v in zip(gradients, self.variables, strict=True)
+            ]
+            tasks: list[Any] = [(inner, pairs, after)]
+            if rest is not None:
+                uncovered = [p for p in pairs if knows_variable(rest, p[1])]
+                covered = [p for p in pairs if not knows_variable(rest, p[1])]
+                # The learning rate of the rest optimizer may follow the rate
+                # of the inner optimizer: use the rate before the step is
+                # counted.
+                tasks = [(rest, uncovered, None), (inner, covered, after)]
+            for optimizer, its_pairs, callback in tasks:
+                with updates_in_replica(optimizer, callback):
+                    apply_or_count(optimizer, its_pairs)
             self._streak.end()
 
         when(self.finite, update)
@@ -232,17 +261,6 @@ class Step:
         if statistics:
             when(~all_finite(statistics), lambda: restore(self.before))
 
-    def _is_lost(self) -> tf.Tensor:
-        """True if the loss of any replica of the group is not finite.
-
-        May use a collective: all replicas of the group must call this.
-        """
-        lost = is_lost(self.batch.value)
-        if self.batch.value is None or self.group.size == 1:
-            return lost
-        (total,) = self.group.all_reduce([tf.cast(lost, tf.float32)])
-        return total > 0
-
     @property
     def _streak(self) -> Streak:
         """Consecutive skipped steps of this replica."""
@@ -252,40 +270,6 @@ class Step:
         """Paths of the weights whose gradients are checked."""
         present = [i for i, g in enumerate(self.gradients) if g is not None]
         return [self.variables[i].path for i in [*present, *self._dropped]]
-
-    def _finite_flags(self) -> tf.Tensor:
-        """Return a bool per gradient, True if finite; equal on all replicas."""
-        values = [
-            g.values if isinstance(g, tf.IndexedSlices) else g
-            for g in self.gradients
-            if g is not None
-        ]
-        self._streak.names = tuple(self.gradient_paths())
-        finite = are_finite([*values, *self._bounds])
-        if self._is_reduced:
-            return finite
-        bad = tf.cast(~finite, tf.float32)
-        (total,) = self.group.all_reduce([bad])
-        return tf.equal(total, 0)
-
-    def _apply_inner(self, update: Update) -> None:
-        """Apply the inner and the rest optimizer to reduced gradients."""
-        inner, rest = self.job.inner_optimizer, self.job.rest_optimizer
-        # Import gradients of an outer graph, which methods may pass unchanged.
-        pairs = [
-            (None if g is None else in_current_graph(g), v)
-            for g, v in zip(update.gradients, self.variables, strict=True)
-        ]
-        tasks: list[Any] = [(inner, pairs, update.after)]
-        if rest is not None:
-            uncovered = [p for p in pairs if knows_variable(rest, p[1])]
-            covered = [p for p in pairs if not knows_variable(rest, p[1])]
-            # The learning rate of the rest optimizer may follow the rate of
-            # the inner optimizer: use the rate before the step is counted.
-            tasks = [(rest, uncovered, None), (inner, covered, update.after)]
-        for optimizer, gradients, after in tasks:
-            with updates_in_replica(optimizer, after):
-                apply_or_count(optimizer, gradients)
 
 
 def is_lost(loss: tf.Tensor | None, *others: tf.Tensor) -> tf.Tensor:
