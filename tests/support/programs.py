@@ -34,6 +34,7 @@ class Server:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # Ctrl-C must not end it
         )
         self._numbers = itertools.count()
         self.replies: dict[tuple[str, int], int] = {}
@@ -50,6 +51,8 @@ class Server:
         for line in self._process.stdout:
             kind, number, value = line.split()
             self.replies[kind, int(number)] = int(value)
+        for _, started in list(self.replies):  # the server has died
+            self.replies.setdefault(("ended", started), -signal.SIGKILL)
 
     def start(self, **request: Any) -> tuple[int, int]:
         """Start a program; return its number and process identifier."""
