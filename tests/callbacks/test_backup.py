@@ -188,17 +188,20 @@ def test_a_backup_in_a_later_format(copied: Path, trained: Any) -> None:
 def test_training_resumes_from_the_backup_before(
     copied: Path, trained: Any
 ) -> None:
-    """Damaged and incomplete backups are deleted."""
+    """Bit for bit; damaged and incomplete backups are deleted."""
+    whole = network()
+    fit(whole, 4)
     middle = copied / "epoch-000001_batch-000000002.weights.h5"
     (copied / NEWEST).rename(middle)
     flipped(middle, 0.5)
     (copied / ".writing-epoch-000003.weights.h5").touch()
     (copied / "epoch-best.weights.h5").touch()  # of another program
     with pytest.raises(KeyboardInterrupt):
-        fit(trained, 3, ChiefBackup(copied), StopBefore(2))
+        fit(trained, 4, ChiefBackup(copied), StopBefore(2))
     assert names(copied) == [BEFORE, NEWEST, "epoch-best.weights.h5"]
-    assert fit(trained, 3, ChiefBackup(copied)).epoch == [2]
+    assert fit(trained, 4, ChiefBackup(copied)).epoch == [2, 3]
     assert names(copied) == ["epoch-best.weights.h5"]
+    assert_same(everything(trained), everything(whole))
 
 
 def test_a_directory_is_not_deleted(copied: Path, trained: Any) -> None:

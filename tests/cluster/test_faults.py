@@ -82,6 +82,7 @@ FAULTS = [
             Fault("kill", "backup", 0, KILLED.format(0), (-9, 1)),
             Fault("stop", "start", 0, SUSPENDED.format(0), (-9, 1)),
             Fault("stop", "fit", 0, SUSPENDED.format(0), (-9, 1), workers=3),
+            Fault("stop", "fit", 1, SUSPENDED.format(1), (-9, 1), workers=3),
             Fault("stop", "data", 0, SUSPENDED.format(0), (-9, 1)),
             Fault("freeze", "fit", 1, SUSPENDED.format(1), (1, 1)),
             Fault("pause", "fit", 0, "", (0, 0)),

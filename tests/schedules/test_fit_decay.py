@@ -171,6 +171,18 @@ def test_micro_batches_left_by_epochs_of_unknown_length() -> None:
     assert rates == pytest.approx([1] * 6 + [2 / 3] * 3 + [1 / 3] * 3)
 
 
+@pytest.mark.slow
+def test_several_steps_in_one_execution() -> None:
+    ends = []
+    for count in (1, 2):
+        model, optimizer = mlp(), tfkfac.KFAC(step="spectral", **LEFT)
+        model.compile(optimizer, loss(), steps_per_execution=count)
+        fit(model)
+        ends.append(model.get_weights())
+    for a, b in zip(*ends, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_rest_and_inner_optimizers_of_the_user() -> None:
     """A given optimizer may use the schedule; others keep their rates."""
     rest = Adam(tfkfac.schedules.FitDecay(0.003))
@@ -248,6 +260,19 @@ def test_loaded_model_goes_on(tmp_path: Any) -> None:
     whole.optimizer.load_own_variables(curvature(other.optimizer))
     for model in (other, whole):
         assert float(model.optimizer.learning_rate) == 1
+
+
+def test_loaded_model_trains_on_with_a_generator(tmp_path: Any) -> None:
+    files = str(tmp_path / "{epoch}.keras")
+    whole = compiled()
+    want = fit(whole, Rates(files), x=unknown_length(), epochs=3)
+    for epochs, rates in (
+        (3, want[2 * STEPS :]),
+        (5, [1.0] * STEPS + linear(2 * STEPS)),
+    ):
+        again = load(files.format(epoch=1))
+        got = fit(again, x=unknown_length(), epochs=epochs, initial_epoch=2)
+        assert got == pytest.approx(rates, abs=1e-6)
 
 
 def test_two_crashes_in_one_epoch(tmp_path: Any) -> None:

@@ -178,6 +178,23 @@ def test_hyperparameters_are_exact() -> None:
     assert parameter.at(tf.constant(0)).numpy() == DAMPING
 
 
+def test_config_round_trip() -> None:
+    """NumPy scalars and all arguments of a `Distribution`."""
+    distribution = tfkfac.Distribution(
+        "hybrid_opt", 0.25, "memory", True, "bfloat16", "bfloat16"
+    )
+    optimizer = tfkfac.KFAC(
+        damping=np.float32(0.25),
+        kl_clip=np.int64(2),
+        factor_update_interval=np.int32(7),
+        distribution=distribution,
+    )
+    copy = round_trip(optimizer)
+    assert copy.distribution == distribution
+    assert (copy.damping, copy.kl_clip) == (0.25, 2)
+    assert copy.get_config()["factor_update_interval"] == 7
+
+
 def test_gradient_worker_fraction() -> None:
     """The fraction is an argument of KFAC or of its `Distribution`."""
     nested = tfkfac.Distribution("hybrid_opt", gradient_worker_fraction=0.25)

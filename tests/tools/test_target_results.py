@@ -191,6 +191,17 @@ def test_losing_rows_stay() -> None:
     ]
 
 
+def test_a_claim_needs_all_seeds() -> None:
+    """Without the second one K-FAC does not come to the target."""
+    records = cnn_records()
+    records[-2] = record(OURS, 0, (4.0, 0.5), (5.0, 0.7), (6.0, 0.89))
+    records[-1] = record(OURS, 1, (4.0, 0.5), (5.0, 0.8), (6.0, 0.99))
+    [comparison] = results.compare(records)
+    row = rows_of(comparison)[OURS]
+    assert row.ratio == pytest.approx(0.3)
+    assert (row.error, row.claim) == (float("inf"), "tie")
+
+
 def test_the_quickest_of_equal_settings_is_chosen() -> None:
     """Errors of 0.1 and 0.1009 are level, 0.1011 and what diverges not."""
     records = [

@@ -88,6 +88,22 @@ def test_settings_are_searched_and_the_best_is_measured(
         assert run.rate == (1e-3 if muon else None)
 
 
+def test_the_rest_has_adams_best_rate(
+    trained: Trained, tmp_path: pathlib.Path
+) -> None:
+    words = ["--size", "tiny", "--problem", "cnn", "--seeds", "0", "1"]
+    file = tmp_path / "study.json"
+    assert time_to_target.main([*words, "--json", str(file)]) == 0
+    runs = trained.taken()
+    kfacs = [run for run in runs if run.method.startswith("kfac")]
+    # Of Muon's rates the smallest, 0.003, is best: one below it is tried.
+    muons = {run.rate for run in runs if run.method == "muon"}
+    assert muons == {9e-4, 3e-3, 0.01, 0.03, 0.1}
+    assert len(runs) == 2 * (4 + 5 + 2) and len(kfacs) == 4
+    rests = {run.method: run.rest for run in kfacs}
+    assert rests == {"kfac:step=natural:rest=adam": 3e-3, "kfac": None}
+
+
 def test_known_results_are_not_measured_again(
     trained: Trained,
     tmp_path: pathlib.Path,

@@ -241,6 +241,29 @@ def test_finite_losses_count() -> None:
             np.testing.assert_allclose(got[key], value, rtol=1e-3)
 
 
+# ------------------------------------------------------------------- callbacks
+def test_callbacks_that_monitor_the_loss(tmp_path: Any) -> None:
+    """A bad epoch is never the best; `TerminateOnNaN` ends an epoch."""
+    model = linear(optimizer=tfkfac.KFAC(1e-4))
+    checkpoint = keras.callbacks.ModelCheckpoint(
+        tmp_path / "{epoch}.keras", monitor="loss", save_best_only=True
+    )
+    stopping = keras.callbacks.EarlyStopping("loss", patience=3)
+    x, y = np.concatenate([X, spoiled(ALL), X]), np.tile(Y, (3, 1))
+    losses = model.fit(
+        tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH),
+        steps_per_epoch=BATCHES, epochs=3, verbose=0,
+        callbacks=[checkpoint, stopping],
+    ).history["loss"]  # fmt: skip
+    assert np.isnan(losses).tolist() == [False, True, False]
+    assert [checkpoint.best, stopping.best] == [np.nanmin(losses)] * 2
+    assert {path.stem for path in tmp_path.iterdir()} == {"1", "3"}
+    callbacks = [keras.callbacks.TerminateOnNaN(), logs := Logs()]
+    x = spoiled((2,), np.inf)
+    model.fit(x, Y, BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+    assert len(logs.batches) == 3
+
+
 # ------------------------------------------------------- too many skipped steps
 def test_100_steps_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """100 skipped steps end training, without a sync in each step."""
