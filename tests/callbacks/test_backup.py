@@ -147,13 +147,11 @@ def directory_in_its_place(path: Path) -> None:
 
 DAMAGES: dict[str, Any] = {
     "middle": lambda path: flipped(path, 0.5),
-    "checksum": lambda path: flipped(path, 1.0),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1000]),
     "no checksum": lambda path: path.write_bytes(content(path)),
     "empty": lambda path: path.write_bytes(b""),
     "directory": directory_in_its_place,
     "no epoch": lambda path: with_position(path, epoch="none"),
-    "negative epoch": lambda path: with_position(path, epoch=-1),
     "large epoch": lambda path: with_position(path, epoch=2**40),
     "negative batch": lambda path: with_position(path, batch=-1),
 }
@@ -187,9 +185,11 @@ def test_a_backup_in_a_later_format(copied: Path, trained: Any) -> None:
     assert (copied / NEWEST).exists() and (copied / BEFORE).exists()
 
 
-def test_training_resumes_from_the_backup_before(copied: Path) -> None:
+def test_training_resumes_from_the_backup_before(
+    copied: Path, trained: Any
+) -> None:
     """Bit for bit; damaged and incomplete backups are deleted."""
-    whole, again = network(), network()
+    whole = network()
     fit(whole, 4)
     middle = copied / "epoch-000001_batch-000000002.weights.h5"
     (copied / NEWEST).rename(middle)
@@ -197,12 +197,11 @@ def test_training_resumes_from_the_backup_before(copied: Path) -> None:
     (copied / ".writing-epoch-000003.weights.h5").touch()
     (copied / "epoch-best.weights.h5").touch()  # of another program
     with pytest.raises(KeyboardInterrupt):
-        fit(again, 4, ChiefBackup(copied), StopBefore(2))
+        fit(trained, 4, ChiefBackup(copied), StopBefore(2))
     assert names(copied) == [BEFORE, NEWEST, "epoch-best.weights.h5"]
-    again = network()
-    assert fit(again, 4, ChiefBackup(copied)).epoch == [2, 3]
+    assert fit(trained, 4, ChiefBackup(copied)).epoch == [2, 3]
     assert names(copied) == ["epoch-best.weights.h5"]
-    assert_same(everything(again), everything(whole))
+    assert_same(everything(trained), everything(whole))
 
 
 def test_a_directory_is_not_deleted(copied: Path, trained: Any) -> None:
@@ -253,9 +252,7 @@ def test_unsuitable_models_are_refused(tmp_path: Path) -> None:
         fit(unbuilt, 1, ChiefBackup(tmp_path))
 
 
-def job(
-    optimizer: Any = None, units: int = 5, loss: Any = loss, **compiled: Any
-) -> Any:
+def job(optimizer: Any = None, units: int = 5, **compiled: Any) -> Any:
     """A model with layers and an optimizer of Keras' default names."""
     twice = layers.Lambda(lambda x: 2 * x)
     hidden = sequential(layers.Dense(units, activation="tanh"))
@@ -294,18 +291,10 @@ def backup_of_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (lambda: job(tfkfac.KFAC(sgd(), damping=0.3)),
          "argument damping: 0.01 in the backup, 0.3 here"),
-        (lambda: job(tfkfac.KFAC(sgd(), damping=decay(9))),
-         "argument damping: 0.01 in the backup, 'PolynomialDecay' here"),
-        (lambda: job(tfkfac.KFAC(sgd(momentum=0.5))),
-         "inner optimizer's momentum: 0.0 in the backup, 0.5 here"),
-        (lambda: job(tfkfac.KFAC("adam")),
-         "inner optimizer: 'SGD' in the backup, 'Adam' here"),
         (lambda: job(tfkfac.FOSI(sgd())),
          "optimizer: 'KFAC' in the backup, 'FOSI' here"),
         (lambda: job(units=6),
          "shapes of the weights: .*'dense', units: 5 in the backup, 6 here"),
-        (lambda: job(loss=lambda: "mse"),
-         "loss: .*SparseCategoricalCrossentropy.* in the backup, 'mse' here"),
     ],
 )  # fmt: skip
 def test_a_backup_of_another_job_is_refused(

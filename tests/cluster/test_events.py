@@ -9,7 +9,7 @@ from tests.support.strategies import local_ranks, strategy
 from tfkfac.cluster import events as module
 from tfkfac.cluster.events import EventLog, Listener
 
-SIZE = 3
+SIZE, COUNT = 2, 30
 
 
 class Recorder(Listener):
@@ -24,50 +24,41 @@ class Recorder(Listener):
         self.num_ticks += 1
 
 
-def post_numbers() -> list[Any]:
-    """Return the events of all workers, in the order of their arrival."""
-    strategy()
-    (rank,) = local_ranks()
-    module._KEYS, recorder = "other events", Recorder()
-    log = EventLog(rank, SIZE)
-    log.start(recorder)
-    for number in range(30):
-        log.post({"number": number})
-    end = time.monotonic() + 60
-    while len(recorder.events) < 30 * SIZE and time.monotonic() < end:
-        time.sleep(0.01)
-    return recorder.events
-
-
-def test_all_workers_receive_all_events_in_one_order() -> None:
-    received = run(post_numbers, workers=SIZE)
-    assert received == [received[0]] * SIZE
-    for sender in range(SIZE):
-        numbers = [e["number"] for s, e in received[0] if s == sender]
-        assert numbers == list(range(30))
-
-
 def resident_bytes() -> int:
     pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
     return 4096 * int(pages)
 
 
-def wait_for_ticks() -> tuple[int, float]:
-    """Return the number of ticks, and the growth of the memory per tick."""
+def post_numbers() -> tuple[list[Any], int, float]:
+    """Post events, then wait for ticks.
+
+    Returns:
+        The events of all workers in the order of their arrival, the number of
+        ticks, and the growth of the memory per tick.
+    """
     strategy()
     (rank,) = local_ranks()
     module._KEYS, module._TICK_S = "other events", 0.001
-    recorder, log = Recorder(), EventLog(rank, 2)
+    recorder, log = Recorder(), EventLog(rank, SIZE)
     log.start(recorder)
-    time.sleep(1)
+    for number in range(COUNT):
+        log.post({"number": number})
+    end = time.monotonic() + 60
+    while len(recorder.events) < COUNT * SIZE and time.monotonic() < end:
+        time.sleep(0.01)
     first, before = recorder.num_ticks, resident_bytes()
-    time.sleep(5)
+    time.sleep(4)
     count = recorder.num_ticks - first
-    return count, (resident_bytes() - before) / count
+    return recorder.events, count, (resident_bytes() - before) / count
 
 
-def test_ticks_do_not_leak() -> None:
+def test_all_workers_receive_all_events_in_one_order() -> None:
     """A call of the store that ends by its timeout leaks 20 KB."""
-    for count, growth in run(wait_for_ticks, workers=2):
-        assert count > 500
+    results = run(post_numbers, workers=SIZE)
+    for events, num_ticks, growth in results:
+        assert events == results[0][0]
+        for sender in range(SIZE):
+            numbers = [e["number"] for s, e in events if s == sender]
+            assert numbers == list(range(COUNT))
+        assert num_ticks > 400
         assert growth < 2000

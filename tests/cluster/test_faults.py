@@ -7,21 +7,18 @@ fault until this error and until the last other worker has ended.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.cluster import ROOT, worker_environment
 from tests.support.ports import address, claim_ports
+from tests.support.programs import Program, wait
 
 START_LIMIT_S = 120.0
 # Limit of the error of the other workers, with a margin for a loaded machine:
@@ -62,13 +59,14 @@ class Fault:
 
 slow = pytest.mark.slow
 FAULTS = [
-    Fault("raise", "fit", 1, FAILED.format(1) + DISK, workers=3),
+    Fault("raise", "fit", 1, FAILED.format(1) + DISK),
     Fault("kill", "fit", 1, KILLED.format(1), (-9, 1)),
-    Fault("stop", "fit", 1, SUSPENDED.format(1), (-9, 1), workers=3),
+    Fault("stop", "fit", 1, SUSPENDED.format(1), (-9, 1)),
     Fault("term", "fit", 1, SIGTERM, (143, 143)),
     *(
         pytest.param(fault, marks=slow)
         for fault in [
+            Fault("raise", "fit", 1, FAILED.format(1) + DISK, workers=3),
             Fault("raise", "start", 0, FAILED.format(0) + DISK),
             Fault("raise", "start", 1, FAILED.format(1) + DISK),
             Fault("raise", "data", 0, FAILED.format(0) + ".*" + DISK),
@@ -84,6 +82,7 @@ FAULTS = [
             Fault("kill", "backup", 0, KILLED.format(0), (-9, 1)),
             Fault("stop", "start", 0, SUSPENDED.format(0), (-9, 1)),
             Fault("stop", "fit", 0, SUSPENDED.format(0), (-9, 1), workers=3),
+            Fault("stop", "fit", 1, SUSPENDED.format(1), (-9, 1), workers=3),
             Fault("stop", "data", 0, SUSPENDED.format(0), (-9, 1)),
             Fault("freeze", "fit", 1, SUSPENDED.format(1), (1, 1)),
             Fault("pause", "fit", 0, "", (0, 0)),
@@ -155,92 +154,38 @@ def work(fault: Fault, index: int, directory: str) -> None:
     )
 
 
-# -------------------------------------------------------------------- the tests
-@dataclasses.dataclass
-class Worker:
-    """A process of the job, and the times of its lines."""
-
-    process: "subprocess.Popen[str]"
-    lines: list[tuple[float, str]] = dataclasses.field(default_factory=list)
-    ended_s: float = 0.0
-
-    def read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append((time.monotonic(), line))
-        self.process.wait()
-        self.ended_s = time.monotonic()
-
-    def find(self, pattern: str) -> tuple[float, str] | None:
-        """Return the time and text of the first line that matches."""
-        lines = list(self.lines)
-        return next((x for x in lines if re.search(pattern, x[1])), None)
-
-    def text(self) -> str:
-        return "".join(line for _, line in self.lines)
-
-
-@contextlib.contextmanager
-def started(fault: Fault, directory: pathlib.Path) -> Iterator[list[Worker]]:
-    """Start the workers; kill those that still run at the end."""
+@pytest.mark.parametrize("fault", FAULTS, ids=repr)
+def test_fault(fault: Fault, tmp_path: pathlib.Path) -> None:
+    """All other workers end in time and name the faulty worker and cause."""
+    command = [sys.executable, "-m", __name__, repr(fault)]
     with contextlib.ExitStack() as stack:
         ports = claim_ports(fault.workers)
         addresses = [address(stack.enter_context(port)) for port in ports]
-        command = [sys.executable, "-m", __name__, repr(fault)]
         workers = [
-            Worker(
-                subprocess.Popen(
-                    [*command, str(index), str(directory)],
-                    env=worker_environment(index, addresses),
-                    cwd=ROOT,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    errors="replace",
+            stack.enter_context(
+                Program(
+                    [*command, index, tmp_path], addresses, index, fork=False
                 )
             )
             for index in range(fault.workers)
         ]
-        threads = [threading.Thread(target=w.read) for w in workers]
-        for thread in threads:
-            thread.start()
-        yield workers
-        for worker in workers:
-            worker.process.kill()
-        for thread in threads:
-            thread.join()
-
-
-def wait(condition: Any, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return bool(condition())
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=repr)
-def test_fault(fault: Fault, tmp_path: pathlib.Path) -> None:
-    """All other workers end in time and name the faulty worker and cause."""
-    with started(fault, tmp_path) as workers:
         faulty = workers[fault.worker]
         others = [worker for worker in workers if worker is not faulty]
-
-        def logs() -> str:
-            return "\n---\n".join(worker.text() for worker in workers)
-
-        assert wait(lambda: faulty.find(MARK), START_LIMIT_S), logs()
-        begin = faulty.find(MARK)[0]
+        wait(lambda: faulty.find(MARK), START_LIMIT_S, *workers)
+        begin, _ = faulty.find(MARK) or (0.0, "")
         lines = []
         for worker in others if fault.line else []:
-            assert wait(lambda w=worker: w.find(fault.line), LIMIT_S), logs()
-            lines.append(worker.find(fault.line))
+            find = functools.partial(worker.find, fault.line)
+            wait(find, LIMIT_S, *workers)
+            lines.append(find() or (0.0, ""))
         ending = others if fault.action == "stop" else workers
         seconds = END_LIMIT_S if fault.line else START_LIMIT_S
-        assert wait(lambda: all(w.ended_s for w in ending), seconds), logs()
+        wait(lambda: all(w.ended_s for w in ending), seconds, *workers)
     if fault.action == "freeze":
-        assert faulty.find("This process stood still for more than"), logs()
-    codes = [worker.process.returncode for worker in (faulty, *others)]
-    assert (codes[0], *set(codes[1:])) == fault.codes, logs()
+        assert faulty.find("This process stood still for more than")
+    codes = [worker.code for worker in (faulty, *others)]
+    logs = "\n---\n".join(worker.text() for worker in workers)
+    assert (codes[0], *set(codes[1:])) == fault.codes, logs
     reported = max((time_s for time_s, _ in lines), default=begin) - begin
     ended = max(worker.ended_s for worker in others) - begin
     text = lines[0][1].strip() if lines else "training goes on"

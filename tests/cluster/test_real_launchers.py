@@ -8,14 +8,12 @@ import os
 import pathlib
 import re
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from tests.support.cluster import ROOT, worker_environment
+from tests.support.programs import ROOT, Program, wait
 
 pytestmark = pytest.mark.clusters
 
@@ -38,7 +36,7 @@ def environment() -> dict[str, str]:
     path = os.pathsep.join(
         [str(pathlib.Path(sys.executable).parent), os.environ["PATH"]]
     )
-    return worker_environment(0, []) | {
+    return {
         "PATH": path,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / JOBS)]),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -47,15 +45,8 @@ def environment() -> dict[str, str]:
     }
 
 
-def start(command: Sequence[str], *arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*command, *map(str, arguments)],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def start(command: Sequence[str], *arguments: object) -> Program:
+    return Program([*command, *arguments], environment=environment())
 
 
 def results(output: str) -> set[str]:
@@ -69,31 +60,35 @@ def results(output: str) -> set[str]:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Return the weights of the job started with `TF_CONFIG`."""
     launcher = [sys.executable, "tools/launch.py", "2", "--", *PROGRAM]
-    job = start(launcher, tmp_path_factory.mktemp("backup"), EPOCHS)
-    output, _ = job.communicate(timeout=LIMIT)
-    weights = results(output)
+    weights = results(
+        output_of(launcher, tmp_path_factory.mktemp("backup"), EPOCHS)
+    )
     assert len(weights) == 1
     return weights
 
 
 def test_a_job_of_ray(expected: set[str], tmp_path: pathlib.Path) -> None:
-    job = start(JOB["Ray"], tmp_path, EPOCHS)
-    output, _ = job.communicate(timeout=LIMIT)
-    assert job.returncode == 0, output
+    output = output_of(JOB["Ray"], tmp_path, EPOCHS)
     assert results(output) == expected
     assert "tfkfac: worker 1 of 2 by TF_CONFIG" in output
     assert "cannot answer SIGTERM" in output
 
 
-def cancel(job: subprocess.Popen[str]) -> None:
+def output_of(command: Sequence[str], *arguments: object) -> str:
+    """Run a job to the end; return its output."""
+    with start(command, *arguments) as job:
+        assert job.end(LIMIT) == 0, job.text()
+    return job.text()
+
+
+def cancel(_: Program) -> None:
     """Send SIGTERM to the tasks by `scancel`."""
-    command = ["squeue", "--noheader", "--format=%i"]
-    jobs = subprocess.run(command, capture_output=True, text=True, check=True)
-    subprocess.run(["scancel", "-s", "TERM", *jobs.stdout.split()], check=True)
+    jobs = output_of(["squeue", "--noheader", "--format=%i"]).split()
+    output_of(["scancel", "-s", "TERM", *jobs])
 
 
-def terminate(job: subprocess.Popen[str]) -> None:
-    job.send_signal(signal.SIGTERM)
+def terminate(job: Program) -> None:
+    job.send(signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
@@ -106,39 +101,23 @@ def terminate(job: subprocess.Popen[str]) -> None:
 )
 def test_a_job_resumes_after_sigterm(
     name: str,
-    end: Callable[[subprocess.Popen[str]], None],
+    end: Callable[[Program], None],
     code: int,
     source: str,
     expected: set[str],
     tmp_path: pathlib.Path,
 ) -> None:
-    job = start(JOB[name], tmp_path, EPOCHS)
-    lines = output_of(job)
-    begin = "".join(take_until(lines, "Epoch 3/"))
-    assert re.search(f"tfkfac: worker 1 of 2 .*{re.escape(source)}", begin)
-    assert "cannot answer SIGTERM" not in begin
-    end(job)
-    rest = "".join(lines)
-    assert job.wait(LIMIT) == code, begin + rest
-    assert "tfkfac: SIGTERM: training is backed up after batch" in rest
-    again = start(JOB[name], tmp_path, EPOCHS)
-    output, _ = again.communicate(timeout=LIMIT)
-    assert again.returncode == 0, output
+    with start(JOB[name], tmp_path, EPOCHS) as job:
+        job.wait_for("Epoch 3/", LIMIT)
+        begin = job.text()
+        assert re.search(f"tfkfac: worker 1 of 2 .*{re.escape(source)}", begin)
+        assert "cannot answer SIGTERM" not in begin
+        end(job)
+        assert job.end(LIMIT) == code, job.text()
+    assert job.find("tfkfac: SIGTERM: training is backed up after batch")
+    output = output_of(JOB[name], tmp_path, EPOCHS)
     assert "Epoch 1/" not in output
     assert results(output) == expected
-
-
-def output_of(job: subprocess.Popen[str]) -> Iterator[str]:
-    assert job.stdout is not None
-    yield from job.stdout
-
-
-def take_until(lines: Iterator[str], text: str) -> Iterator[str]:
-    for line in lines:
-        yield line
-        if text in line:
-            return
-    raise AssertionError(f"no {text!r}")
 
 
 def test_a_batch_job_of_slurm_resumes(
@@ -147,12 +126,10 @@ def test_a_batch_job_of_slurm_resumes(
     """The script submits itself again; the second run finishes training."""
     log = tmp_path / "log"
     options = ["--parsable", "--overcommit", f"--output={log}"]
-    submit = start(
-        ["sbatch", *options, f"{JOBS}/slurm.sh"], tmp_path / "backup", EPOCHS
-    )
-    job, _ = submit.communicate(timeout=LIMIT)
+    submit = ["sbatch", *options, f"{JOBS}/slurm.sh"]
+    job = output_of(submit, tmp_path / "backup", EPOCHS).strip()
     wait_for(log, "Epoch 3/")
-    subprocess.run(["scancel", "-s", "TERM", job.strip()], check=True)
+    output_of(["scancel", "-s", "TERM", job])
     wait_for(log, "tfkfac: SIGTERM: training is backed up after batch")
     wait_for(log, "worker 0 of 2: loss")
     wait_for(log, "worker 1 of 2: loss")
@@ -160,7 +137,4 @@ def test_a_batch_job_of_slurm_resumes(
 
 
 def wait_for(log: pathlib.Path, text: str) -> None:
-    end = time.monotonic() + LIMIT
-    while not (log.exists() and text in log.read_text()):
-        assert time.monotonic() < end, f"no {text!r} in {log}"
-        time.sleep(0.5)
+    wait(lambda: log.exists() and text in log.read_text(), LIMIT)

@@ -5,19 +5,17 @@ import json
 import pathlib
 import random
 import signal
-import subprocess
+import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
-from tests.support.cluster import ROOT, run, worker_environment
 from tests.support.ports import address, claim_ports
+from tests.support.programs import Program
 from tests.support.strategies import local_ranks, strategy
 from tfkfac.cluster.events import EXITED, LOST
 from tfkfac.cluster.stopping import Stopping
@@ -39,7 +37,7 @@ def train(seed: int) -> int:
     for batch in range(1, 500):
         step()
         time.sleep(random.choice([0, 0, 0.001]))
-        if batch == 20 + seed and rank in (seed % 4, 3):
+        if batch == 20 + seed and rank in (0, seed):
             stopping.request()
         if stopping.end_batch():
             return batch
@@ -50,10 +48,13 @@ def train_twice() -> list[int]:
     return [train(seed) for seed in range(2)]
 
 
-def test_all_workers_stop_after_the_same_batch() -> None:
-    """Twice in a process; two workers request each stop."""
-    ends = run(train_twice, workers=4)
-    assert ends == [ends[0]] * 4
+@pytest.mark.parametrize("where", ["two"])
+def test_all_workers_stop_after_the_same_batch(
+    on_workers: Any, where: str
+) -> None:
+    """Twice in a process; two workers request the second stop."""
+    ends = on_workers(where, train_twice)
+    assert ends == [ends[0]] * 2
     assert ends[0][0] >= 20 and ends[0][1] >= 21
 
 
@@ -80,7 +81,6 @@ def test_the_end_of_a_worker_ends_the_wait_for_it(is_agreed: bool) -> None:
 
 
 # ------------------------------------------------- SIGTERM outside of `fit`
-START_LIMIT_S = 90.0
 PREFIX = """
 import json, signal, sys, threading, time
 import keras, tensorflow as tf, tfkfac
@@ -137,54 +137,41 @@ PROGRAMS = {
 }
 
 
-@contextlib.contextmanager
-def started(
-    program: str, arguments: str, environment: dict[str, str]
-) -> Iterator[subprocess.Popen[str]]:
+def start(program: str, argument: object, **options: Any) -> Program:
     """Start the process of a worker; it prints `ready`."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PREFIX + program, arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=worker_environment(0, []) | environment,
-        cwd=ROOT,
-    )
-    timer = threading.Timer(START_LIMIT_S, process.kill)
-    timer.start()
-    with contextlib.ExitStack() as stack:
-        stack.callback(process.wait)
-        stack.callback(process.kill)
-        stack.callback(timer.cancel)
-        yield process
-
-
-def wait_until_ready(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n", process.communicate()[1]
+    command = [sys.executable, "-c", PREFIX + program, argument]
+    return Program(command, **options)
 
 
 @pytest.mark.slow
 def test_the_strategy_keeps_the_handler_of_sigterm(
     tmp_path: pathlib.Path,
 ) -> None:
-    task = {"type": "worker", "index": 0}
     with contextlib.ExitStack() as stack:
         ports = claim_ports(len(PROGRAMS))
-        processes = {}
-        for (name, (program, _)), port in zip(
-            PROGRAMS.items(), ports, strict=True
-        ):
-            cluster = {"worker": [address(stack.enter_context(port))]}
-            config = json.dumps({"cluster": cluster, "task": task})
-            processes[name] = stack.enter_context(
-                started(program, str(tmp_path), {"TF_CONFIG": config})
+        processes = {
+            name: stack.enter_context(
+                start(
+                    program,
+                    tmp_path,
+                    environment={"TF_CONFIG": config_of(port)},
+                )
             )
+            for (name, (program, _)), port in zip(
+                PROGRAMS.items(), map(stack.enter_context, ports), strict=True
+            )
+        }
         for process in processes.values():
-            wait_until_ready(process)
-            process.send_signal(signal.SIGTERM)
-        codes = {name: p.wait(LIMIT_S) for name, p in processes.items()}
+            process.wait_for("^ready$")
+            process.send(signal.SIGTERM)
+        codes = {name: p.end(LIMIT_S) for name, p in processes.items()}
     assert codes == {name: code for name, (_, code) in PROGRAMS.items()}
+
+
+def config_of(port: socket.socket) -> str:
+    """Return the `TF_CONFIG` of a cluster of one worker."""
+    task = {"type": "worker", "index": 0}
+    return json.dumps({"cluster": {"worker": [address(port)]}, "task": task})
 
 
 def test_sigterm_before_fit_ends_all_workers() -> None:
@@ -208,18 +195,20 @@ def test_sigterm_before_fit_ends_all_workers() -> None:
         given = dict(zip(names, (f"localhost:{port}", 2, 1), strict=True))
         first, second = (
             stack.enter_context(
-                started(init + LONG, json.dumps(arguments), proxy | variables)
+                start(
+                    init + LONG,
+                    json.dumps(arguments),
+                    environment=proxy | variables,
+                )
             )
             for arguments, variables in (({}, torchrun), (given, {}))
         )
         for process in (first, second):
-            wait_until_ready(process)
-        second.send_signal(signal.SIGTERM)
-        assert second.wait(LIMIT_S) == -signal.SIGTERM
-        assert first.wait(3 * LIMIT_S) == -signal.SIGTERM
-        for index, process in enumerate((first, second)):
-            assert process.stderr is not None
-            text = process.stderr.read()
-            assert f"tfkfac: worker {index} of 2 by " in text
-            is_lost = "is gone without a word: it was killed" in text
-            assert is_lost == (process is first)
+            process.wait_for("^ready$")
+        second.send(signal.SIGTERM)
+        assert second.end(LIMIT_S) == -signal.SIGTERM
+        assert first.end(3 * LIMIT_S) == -signal.SIGTERM
+    for index, process in enumerate((first, second)):
+        assert f"tfkfac: worker {index} of 2 by " in process.text()
+        is_lost = process.find("is gone without a word: it was killed")
+        assert bool(is_lost) == (process is first)

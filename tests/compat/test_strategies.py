@@ -335,19 +335,6 @@ def test_repair() -> None:
     assert "CPU:0" in device.upper()
 
 
-def test_without_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a cluster the same program runs on one machine."""
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-    strategy = MultiWorkerMirroredStrategy()
-    reduce = strategy.reduce
-    assert is_repaired(strategy)
-    assert repair(strategy).reduce is reduce
-    with strategy.scope():
-        model = build_two_heads()
-    history = model.fit(*structures(5), verbose=0)
-    assert np.isfinite(history.history["loss"][0])
-
-
 @contract(
     "compat.strategies.call_unconverted",
     "AutoGraph does not convert a function with the mark of"

@@ -346,7 +346,7 @@ WAYS: dict[str, tuple[Callable[[Case, pathlib.Path], Any], float]] = {
 # Optimizers of each way; those after the semicolon are slow.
 PAIRS = {
     ".keras": "our scale; spectral, rest",
-    ".weights.h5": "subclassed, eigen, FOSI in columns; GaussNewton, narrow, "
+    ".weights.h5": "eigen, FOSI in columns; GaussNewton, subclassed, narrow, "
     "half, float64, wire, accumulated",
     "checkpoint": "drawn; spectral sums, FOSI accumulated",
     "train step": "inverse",

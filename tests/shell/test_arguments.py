@@ -179,27 +179,20 @@ def test_hyperparameters_are_exact() -> None:
 
 
 def test_config_round_trip() -> None:
+    """NumPy scalars and all arguments of a `Distribution`."""
+    distribution = tfkfac.Distribution(
+        "hybrid_opt", 0.25, "memory", True, "bfloat16", "bfloat16"
+    )
     optimizer = tfkfac.KFAC(
-        keras.optimizers.Adam(
-            schedules.CosineDecay(0.5, 10),
-            clipnorm=1.0,
-            weight_decay=0.5,
-            use_ema=True,
-        ),
         damping=np.float32(0.25),
         kl_clip=np.int64(2),
         factor_update_interval=np.int32(7),
-        factor_decay=np.float64(0.5),
-        skip_layers=[layers.Dense],
-        distribution=tfkfac.Distribution(
-            "hybrid_opt", 0.25, "memory", True, "bfloat16", "bfloat16"
-        ),
-        name="other",
+        distribution=distribution,
     )
     copy = round_trip(optimizer)
-    assert copy.get_config() == optimizer.get_config()
-    assert type(copy.inner_optimizer) is keras.optimizers.Adam
-    assert copy.distribution == optimizer.distribution
+    assert copy.distribution == distribution
+    assert (copy.damping, copy.kl_clip) == (0.25, 2)
+    assert copy.get_config()["factor_update_interval"] == 7
 
 
 def test_gradient_worker_fraction() -> None:

@@ -1,7 +1,6 @@
 """An optimizer belongs to one model, from `compile` or `attach` on."""
 
 import gc
-import warnings
 from typing import Any
 
 import keras
@@ -65,7 +64,7 @@ def test_compile_again_with_another_kfac() -> None:
 
 @pytest.mark.parametrize("case", ["trained", "not built", "deleted"])
 def test_another_optimizer_removes_all_taps(case: str) -> None:
-    """Taps of a deleted optimizer are removed as well."""
+    """Taps of a deleted optimizer and overrides of `fit` are removed, too."""
     model = LateBuilt()
     if case != "not built":
         parts = [layers.BatchNormalization(), *mlp().layers]
@@ -77,9 +76,9 @@ def test_another_optimizer_removes_all_taps(case: str) -> None:
         gc.collect()
     elif case == "trained":
         model.train_on_batch(X, Y)
-        assert is_tapped(model)
+        assert is_tapped(model) and "fit" in vars(model)
     train(model, "adam")
-    assert not is_tapped(model)
+    assert not is_tapped(model) and "fit" not in vars(model)
     if case == "trained":
         now = [set(vars(layer)) for layer in model._flatten_layers()]
         assert now[1:] == names[1:]
@@ -146,32 +145,6 @@ def test_unfreezing_a_layer_after_build() -> None:
     assert list(kfac_of(model).factors()) == ["hidden", "logits"]
 
 
-# --------------------------------------------------------- XLA without a GPU
-@pytest.mark.skipif(
-    bool(tf.config.list_physical_devices("GPU")), reason="XLA is allowed"
-)
-def test_jit_compile_without_a_gpu() -> None:
-    """`jit_compile=True` without a GPU trains without XLA, with a warning."""
-    model = mlp()
-    with pytest.warns(
-        UserWarning, match=r"`jit_compile`.*trains with jit.*Fal"
-    ):
-        model.compile(tfkfac.KFAC(step="natural"), loss(), jit_compile=True)
-    want = mlp()
-    for jit in (False, "auto"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            want.compile(tfkfac.KFAC(step="natural"), loss(), jit_compile=jit)
-        assert is_tapped(want)
-    for each in (model, want):
-        each.fit(X, Y, verbose=0)
-    assert not model.jit_compile
-    assert_same(everything(model), everything(want))
-    # The setting is changed for an optimizer of this package only.
-    model.compile("sgd", loss(), jit_compile=True)
-    assert model.jit_compile
-
-
 # ---------------------------------------------------- one model per optimizer
 def test_second_model_is_refused() -> None:
     model, other = compiled_mlp(eager=True), mlp()
@@ -179,6 +152,7 @@ def test_second_model_is_refused() -> None:
     other.name = "other"
     with pytest.raises(ValueError, match=r"'mlp'.*model 'other'"):
         other.compile(optimizer, loss())
+    assert "fit" not in vars(other)
     words = r"already belongs to model 'mlp'.*model 'other'"
     with pytest.raises(ValueError, match=words):
         optimizer.attach(other)

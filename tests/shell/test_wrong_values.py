@@ -40,11 +40,11 @@ VALUES += [decimal.Decimal("NaN"), fractions.Fraction(10**400)]
 VALUES += [lambda i: 0.1, functools.partial(round, 0.1)]
 
 # Words of the message, and the accepted values.
-NUMBER = "a number of at least 0", (0, 1, 2, 0.5, 1.5)
+NUMBER = "a number of at least 0", (0, 1, 2, 0.5, 1.5, np.float32(0.25))
 POSITIVE = "a positive number", (1, 2, 0.5, 1.5)
 BELOW_ONE = r"a number in \[0, 1\)", (0, 0.5)
 PART_OF_ONE = r"a number in \(0, 1\]", (1, 0.5)
-COUNT = "an integer of at least 1", (1, 2)
+COUNT = "an integer of at least 1", (1, 2, np.int32(7))
 COUNT_OR_0 = "an integer of at least 0", (0, 1, 2)
 RATE = "a float of at least 0", (0.5, 1.5)
 

@@ -53,41 +53,6 @@ def test_the_import_changes_only_compile() -> None:
     assert owner in [base.__name__ for base in keras.Model.__mro__]
 
 
-def tfkfac_attributes(*owners: Any) -> set[str]:
-    """Return the names of attributes that tfkfac has set on some objects."""
-    return {
-        name
-        for owner in owners
-        for name, value in vars(owner).items()
-        if "tfkfac" in f"{name} {getattr(value, '__dict__', '')}"
-    }
-
-
-def test_compile_with_another_optimizer_removes_overrides() -> None:
-    """A model with a Keras optimizer has no attributes of tfkfac."""
-    model = mlp()
-    model.compile("sgd", loss(), run_eagerly=True)
-    model.fit(X, Y, verbose=0)
-    assert not tfkfac_attributes(model, model.optimizer)
-    model.compile(tfkfac.KFAC(step="natural"), loss(), run_eagerly=True)
-    model.fit(X, Y, verbose=0)
-    changed = {"fit", "train_on_batch"}
-    assert changed <= tfkfac_attributes(model)
-    model.compile("adam", loss(), run_eagerly=True)
-    model.fit(X, Y, verbose=0)
-    assert not tfkfac_attributes(model, model.optimizer)
-
-
-def test_compile_with_the_optimizer_of_another_model_fails() -> None:
-    """The model then has no overrides."""
-    model, other, used = mlp(), mlp(), tfkfac.KFAC(step="natural")
-    model.compile(tfkfac.KFAC(step="natural"), loss())
-    other.compile(used, loss())
-    with pytest.raises(ValueError, match="already belongs to model"):
-        model.compile(used, loss())
-    assert "fit" not in tfkfac_attributes(model)
-
-
 @pytest.mark.parametrize("copy_model", [copy.copy, copy.deepcopy])
 def test_a_copy_is_an_independent_model(copy_model: Any) -> None:
     """Keras copies by pickling; the copy trains and is supervised."""

@@ -6,31 +6,26 @@ or needs another `Shape`.
 
 import contextlib
 import dataclasses
-import json
-import multiprocessing
 import multiprocessing.connection
-import os
 import pathlib
 import pickle
 import re
 import signal
+import socket
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.support.ports import address, claim_ports
-from tests.support.worker_process import main
+from tests.support.programs import Program
 
-ROOT = pathlib.Path(__file__).parents[2]
 TIME_LIMIT_S = 180.0  # of a call, the start of the cluster included
 LOG_TAIL = 4000  # characters of each worker's log in an error message
 GRACE_S = 10.0  # for the other workers after one has failed
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tfkfac"])
 Call = str | Callable[..., Any]  # or "module:name"
-PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,44 +100,32 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
 
 
 class Cluster(contextlib.AbstractContextManager["Cluster"]):
-    """Processes that run one function after the other.
-
-    Each process is a fork of a server that has imported tfkfac, because the
-    import takes seconds. All forks have the same string hashes; the workers of
-    `tests/tools/test_launch.py` do not.
-    """
+    """Processes that run one function after the other."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self._workers = range(shape.workers)
         self._connections: list[Connection] = []
-        self._processes: list[Any] = []
+        self._programs: list[Program] = []
         self._results: dict[int, Any] = {}  # value and traceback by worker
         with contextlib.ExitStack() as opened:
-            folder = tempfile.TemporaryDirectory(prefix="cluster-")
-            self._directory = pathlib.Path(opened.enter_context(folder))
             ports = claim_ports(shape.workers)
             addresses = [address(opened.enter_context(port)) for port in ports]
-            opened.callback(self._end)
+            folder = opened.enter_context(tempfile.TemporaryDirectory())
+            listener = opened.enter_context(socket.socket(socket.AF_UNIX))
+            listener.settimeout(TIME_LIMIT_S)
+            listener.bind(path := f"{folder}/calls")
+            listener.listen()
+            module = "tests.support.worker_process"
+            command = [sys.executable, "-m", module, path, shape.devices]
             for index in self._workers:
-                self._start(index, addresses)
+                program = Program(command, addresses, index, shape.environment)
+                self._programs.append(opened.enter_context(program))
+                connected, _ = listener.accept()
+                connected.setblocking(True)
+                self._connections.append(Connection(connected.detach()))
+            opened.callback(self._end)
             self._opened = opened.pop_all()
-
-    def _start(self, index: int, addresses: Sequence[str]) -> None:
-        environment = worker_environment(index, addresses)
-        environment |= self.shape.environment
-        self._log(index).touch()
-        parent_end, worker_end = multiprocessing.Pipe()
-        log = str(self._log(index))
-        process = FORKS.Process(
-            target=main,
-            args=(worker_end, log, environment, self.shape.devices),
-            daemon=True,
-        )
-        process.start()
-        worker_end.close()
-        self._connections.append(parent_end)
-        self._processes.append(process)
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -155,17 +138,13 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         for connection in self._connections:
             connection.close()
         deadline = time.monotonic() + 5
-        for process in self._processes:
-            process.join(max(deadline - time.monotonic(), 0))
-            if process.exitcode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.kill()  # if it has no group yet
-                process.join()
+        for program in self._programs:
+            with contextlib.suppress(AssertionError):  # killed afterwards
+                program.end(deadline - time.monotonic())
 
     def run(self, function: Call, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on every worker; return the values by worker."""
-        begin = [self._log(worker).stat().st_size for worker in self._workers]
+        begin = [program.log.stat().st_size for program in self._programs]
         if not isinstance(function, str):
             function = f"{function.__module__}:{function.__name__}"
         call = function, args, kwargs
@@ -179,11 +158,13 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             if not any(result[1] for result in results):
                 return [result[0] for result in results]
             reason = "a worker raised"
-        logs = map(self._log_tail, self._workers, begin)
+        logs = [
+            f"--- worker {worker}\n{log_tail(program.log, first)}"
+            for worker, (program, first) in enumerate(
+                zip(self._programs, begin, strict=True)
+            )
+        ]
         raise ClusterError("\n".join([f"{function}{args}: {reason}", *logs]))
-
-    def _log(self, index: int) -> pathlib.Path:
-        return self._directory / f"worker{index}.log"
 
     def _wait(self) -> str | None:
         """Wait for all workers; return why some did not end, if so."""
@@ -201,14 +182,13 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             if deadline is not None and now > deadline:
                 reason = f"worker {failed[0]} failed and the others did not"
             elif ended:
-                process = self._processes[ended[0]]
-                process.join()
-                reason = f"worker {ended[0]} exited with {process.exitcode}"
+                code = self._programs[ended[0]].end()
+                reason = f"worker {ended[0]} exited with {code}"
             elif now > end:
                 reason = f"not finished after {TIME_LIMIT_S:g} s"
-        for process in self._processes:  # the others write their stacks
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGUSR1)
+        for program in self._programs:  # the others write their stacks
+            if not program.ended_s:
+                program.send(signal.SIGUSR1)
         time.sleep(0.5)
         return reason
 
@@ -229,31 +209,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
                 ended.append(waiting[ready])
         return ended
 
-    def _log_tail(self, worker: int, begin: int) -> str:
-        """Return the last `LOG_TAIL` characters of a log after a byte."""
-        log = self._log(worker).read_bytes()[begin:].decode(errors="replace")
-        return f"--- worker {worker}\n{log[-LOG_TAIL:]}"
 
-
-def worker_environment(index: int, addresses: Sequence[str]) -> dict[str, str]:
-    """Return the environment of a worker: CPU only, one thread, no proxy."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name.lower() not in PROXIES and name != "TF_CONFIG"
-    }
-    if len(addresses) > 1:
-        task = {"type": "worker", "index": index}
-        config = {"cluster": {"worker": list(addresses)}, "task": task}
-        environment["TF_CONFIG"] = json.dumps(config)
-    return environment | {
-        "CUDA_VISIBLE_DEVICES": "-1",
-        "GRPC_VERBOSITY": "ERROR",
-        "NO_PROXY": "*",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "TF_NUM_INTEROP_THREADS": "4",
-        "TF_NUM_INTRAOP_THREADS": "1",
-        "no_proxy": "*",
-    }
+def log_tail(log: pathlib.Path, begin: int) -> str:
+    """Return the last `LOG_TAIL` characters of a log after a byte."""
+    return log.read_bytes()[begin:].decode(errors="replace")[-LOG_TAIL:]

@@ -35,12 +35,6 @@ def hang() -> None:
     time.sleep(60)
 
 
-def die(worker: int) -> None:
-    if worker == index():
-        os.kill(os.getpid(), signal.SIGKILL)
-    hang()
-
-
 # --------------------------------------------------------------------- tests
 def test_calls_share_processes() -> None:
     """Until the shape changes, a call fails or a worker dies."""
@@ -69,32 +63,19 @@ def test_calls_share_processes() -> None:
         processes(pool, 3)
 
 
-def test_an_error_shows_the_log_of_its_call() -> None:
-    with Cluster(Shape()) as cluster:
+def test_ends_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the log of the last call only, and the stack of a hanging worker."""
+    monkeypatch.setattr(cluster, "GRACE_S", 0.5)
+    with Cluster(Shape()) as workers:
         for worker in (-1, 1):
             with pytest.raises(ClusterError) as error:
-                cluster.run(fail, worker)
-    message = str(error.value)
-    assert message.startswith(f"{__name__}:fail(1,): a worker raised")
-    assert message.count("expected failure, worker 1") == 1
-    assert "expected failure, worker 0" not in message
-
-
-@pytest.mark.parametrize(
-    ("function", "args", "words"),
-    [
-        (die, (0,), "worker 0 exited with -9"),
-        (hang, (), "not finished after 2.5 s"),
-        # The stack of the other worker is shown.
-        (fail_and_hang, (1,), r"(?s)1 failed and the others did not.*in hang"),
-        (f"{__name__}:missing", (), "a worker raised"),
-    ],
-)
-def test_ends_are_reported(
-    function: Any, args: Any, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster, "GRACE_S", 0.5)
-    if function is hang:
-        monkeypatch.setattr(cluster, "TIME_LIMIT_S", 2.5)
-    with pytest.raises(ClusterError, match=words):
-        run(function, *args)
+                workers.run(fail, worker)
+        message = str(error.value)
+        assert message.startswith(f"{__name__}:fail(1,): a worker raised")
+        assert message.count("expected failure, worker 1") == 1
+        assert "expected failure, worker 0" not in message
+        with pytest.raises(ClusterError, match=r"(?s)1 failed.*in hang"):
+            workers.run(fail_and_hang, 1)
+    monkeypatch.setattr(cluster, "TIME_LIMIT_S", 2.5)
+    with pytest.raises(ClusterError, match=r"not finished after 2.5 s"):
+        run(hang)

@@ -6,10 +6,10 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,25 +18,17 @@ import numpy as np
 from tests.support.garbage import tune_garbage_collection
 
 
-def main(
-    connection: Connection,
-    log: str,
-    environment: Mapping[str, str],
-    devices: int,
-) -> None:
+def main() -> None:
     """Run every call of the cluster; send its value and traceback."""
-    os.setsid()
-    os.environ.clear()
-    os.environ.update(environment)
-    with open(log, "wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore
+    _, path, devices = sys.argv
+    connected = socket.socket(socket.AF_UNIX)
+    connected.connect(path)
+    connection = Connection(connected.detach())
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     np.random.seed()  # all forks inherit the same random state
     tune_garbage_collection()
-    set_devices(devices)
+    set_devices(int(devices))
     calls: queue.Queue[bytes] = queue.Queue()
     arguments = connection, calls
     threading.Thread(target=receive, args=arguments, daemon=True).start()
@@ -82,3 +74,7 @@ def call(target: str, args: Any, kwargs: Any) -> bytes:
         error = traceback.format_exc()
         print(error, flush=True)
         return pickle.dumps((None, error))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,9 @@ import ast
 import pathlib
 import re
 import shlex
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import pytest
 
@@ -17,7 +19,7 @@ import results
 import time_to_target
 from targets import report
 from targets.study import TRAININGS, Records
-from tests.support.scripts import ROOT, Done, Job, run_all
+from tests.support.programs import ROOT, Program
 
 PAGES = sorted((ROOT / "docs" / "pages").rglob("*.md"))
 READMES = [ROOT / folder / "README.md" for folder in (".", "examples", "tools")]
@@ -141,24 +143,48 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
+class Done(NamedTuple):
+    """The exit code of a script, and what it printed."""
+
+    code: int
+    output: str
+
+
+def run(words: Sequence[str], folder: pathlib.Path, dry: bool = True) -> Done:
+    """Run a script in a folder, by default without its work."""
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(folder),
+        "MPLBACKEND": "agg",
+    }
+    with Program(
+        [sys.executable, *words],
+        environment=environment,
+        folder=folder,
+        dry=dry,
+    ) as program:
+        return Done(program.end(), program.text())
+
+
 @pytest.fixture(scope="module")
 def done(documented: set[str], folder: pathlib.Path) -> dict[str, Done]:
     """Run all commands up to the end of their parser, some in full."""
     jobs = {
-        command: Job(words)
+        command: words
         for command in sorted(documented)
         if "ray_train" not in command and (words := words_of(command))
     }
     assert len(jobs) > 40
     for script in docstrings():
-        jobs[f"{script} --help"] = Job([str(script), "--help"])
+        jobs[f"{script} --help"] = [str(script), "--help"]
+    results = {name: run(words, folder) for name, words in jobs.items()}
     for command in (
         "python examples/reproduce.py --list",
         "python tools/launch.py 2 -- python train.py",
     ):
-        jobs[command] = Job(words_of(command) or (), False)
-    jobs["snippet"] = Job([str(folder / "snippet.py")], False)
-    return dict(zip(jobs, run_all([*jobs.values()], folder), strict=True))
+        results[command] = run(words_of(command) or (), folder, dry=False)
+    snippet = [str(folder / "snippet.py")]
+    return results | {"snippet": run(snippet, folder, dry=False)}
 
 
 def docstrings() -> dict[pathlib.Path, str]:
@@ -229,5 +255,5 @@ def test_run(
     command = next(c for c in sorted(documented) if c.startswith(start))
     words = words_of(command, more)
     assert words is not None
-    [job] = run_all([Job(words, dry=False)], tmp_path)
+    job = run(words, tmp_path, dry=False)
     assert job.code == 0 and says in job.output, job.output

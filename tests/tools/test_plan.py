@@ -112,6 +112,10 @@ def test_rows_and_products_by_hand() -> None:
     assert plan.precondition(blocks[1], solver, 0, 1) == matrix
     eigen = plan.make_solver("eigen")
     assert plan.precondition(blocks[1], eigen, 0, 1) == 2 * matrix
+    # By default a quarter, but at least 64 of all workers together.
+    shares = (1.0, 1), (0.25, 1), (None, 1), (None, 8)
+    got = [plan.share_of_examples(128, *share) for share in shares]
+    assert got == [1, 0.25, 0.5, 0.25]
 
 
 def test_rows_of_layers_in_layers() -> None:
@@ -130,14 +134,3 @@ def test_rows_of_layers_in_layers() -> None:
     assert {n for p, n in rows.items() if p not in convolution} == {2 * 5}
     # An embedding counts its tokens.
     assert network.statistics(blocks[0]) == 10 * 4**2
-
-
-@pytest.mark.parametrize(
-    ("fraction", "observers", "share"),
-    [(1.0, 1, 1), (0.25, 1, 0.25), (None, 1, 0.5), (None, 8, 0.25)],
-)
-def test_share_of_the_examples(
-    fraction: float | None, observers: int, share: float
-) -> None:
-    """None is a quarter, but at least 64 of all workers together."""
-    assert plan.share_of_examples(128, fraction, observers) == share

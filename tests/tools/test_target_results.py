@@ -1,4 +1,7 @@
-"""What is chosen and claimed of trainings, worked out by hand."""
+"""What is chosen and claimed of trainings, worked out by hand.
+
+`test_docs.py` compares all tables and sentences with the committed pages.
+"""
 
 from typing import Any
 

@@ -227,12 +227,15 @@ def test_training_ends_as_with_one_replica(on_workers: Any, name: str) -> None:
 
 # ------------------------------------------------------------------- stall
 def stand_still() -> str:
-    """Return the standard error of a `fit` with a batch that takes 3 s."""
+    """Return the standard error of a `fit` whose data stops until a report."""
+    stderr = io.StringIO()
 
     def slow_rows() -> Iterator[Any]:
         x, y = data("vectors")
         for step in range(3):
-            time.sleep(3.0 if step == 2 else 0)
+            end = time.monotonic() + (60 if step == 2 else 0)
+            while time.monotonic() < end and "slow_r" not in stderr.getvalue():
+                time.sleep(0.05)
             yield x[:ROWS], y[:ROWS]
 
     with strategy().scope():
@@ -248,7 +251,6 @@ def stand_still() -> str:
     batches = tf.data.Dataset.from_generator(
         slow_rows, output_signature=signature
     )
-    stderr = io.StringIO()
     with (
         mock.patch.object(watch, "_STALL_TIMEOUT_S", 1.0),
         mock.patch.object(watch, "_ANSWER_TIMEOUT_S", 0.1),
@@ -261,7 +263,7 @@ def stand_still() -> str:
 @pytest.mark.parametrize("where", ["mirrored"])
 def test_a_stall_is_reported(on_workers: Any, where: str) -> None:
     (stderr,) = on_workers(where, stand_still)
-    lines = [x for x in stderr.splitlines() if x.startswith("tfkfac")]
+    lines = [x for x in stderr.splitlines() if x.startswith("tfkfac: ")]
     assert lines[0] == "tfkfac: no step has ended for 1 s."
     assert lines[1].startswith("tfkfac: this process is in ")
     # The first step may be reported as well.

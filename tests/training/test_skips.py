@@ -76,21 +76,6 @@ def lost(count: int) -> Array:
     return x
 
 
-def test_fit_ends() -> None:
-    """The error has the count and the first gradient that is not finite."""
-    model = compiled(
-        tfkfac.KFAC(step="natural", max_skipped_steps=3), eager=True
-    )
-    model.fit(lost(2), Y, BATCH, epochs=2, shuffle=False, verbose=0)
-    message = (
-        r"has skipped 3 steps in a row \(max_skipped_steps=3\): 6 of 6 "
-        r"gradients are not finite, the first is that of '.*kernel'"
-    )
-    with pytest.raises(FloatingPointError, match=message):
-        model.fit(lost(4), Y, BATCH, verbose=0)
-    assert int(model.optimizer.skipped_steps) == 4 + 3
-
-
 def test_other_loops() -> None:
     """`train_on_batch`, eager loops and graphs."""
     model = compiled(

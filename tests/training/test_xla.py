@@ -256,6 +256,9 @@ def test_loads_without_a_gpu(
     with pytest.warns(UserWarning, match="trains with jit_compile=False"):
         model.compile(OPTIMIZERS["fosi"](), "mse", jit_compile=True)
     assert model.jit_compile is False
+    # The setting is changed for optimizers of this package only.
+    model.compile("sgd", "mse", jit_compile=True)
+    assert model.jit_compile is True
 
 
 # ------------------------------------------------------------- kernels of a GPU
