@@ -82,7 +82,7 @@ def test_links_of_the_package_page() -> None:
     assert "working on the code" in bare
     page = package_page.with_links(readme, "https://host/o/r")
     folders = {
-        link: "raw" if link.endswith(".png") else "blob"
+        link: "raw" if link.endswith((".png", ".svg")) else "blob"
         for link in linked - kept
     }
     assert set(re.findall(pattern, page)) - kept == {

@@ -115,16 +115,12 @@ def _normalized(vectors: tf.Tensor) -> tf.Tensor:
 def _polar(
     stacks: Sequence[tf.Tensor], size: int, iterations: int
 ) -> list[tf.Tensor]:
-    """Compute the polar factors of stacks of matrices.
+    """Compute the polar factors of stacks `(blocks, rows, columns)`.
 
     An odd polynomial of the singular values is x times a polynomial of the
-    smaller Gram matrix. So only two products per Gram matrix contain x, and
-    the polynomials of all stacks are computed together.
-
-    Args:
-        stacks: Matrices `(blocks, rows, columns)`.
-        size: Size of the padded Gram matrices.
-        iterations: Number of polynomials.
+    smaller Gram matrix. So only two products per Gram matrix contain x. The
+    polynomials of all stacks are computed together, of Gram matrices that are
+    padded to `size`.
     """
     counts = [x.shape[0] for x in stacks]
     per_gram = _POLYNOMIALS_PER_GRAM
