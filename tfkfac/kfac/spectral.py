@@ -437,9 +437,9 @@ def _check_directions(
     The fallback is W with the RMS of D, or zero if W is not finite.
     """
     sizes = [len(group.layers) for group in groups]
-    squares = [tf.cast(square, tf.float64) for _, square in pairs]
-    all_valid = tf.math.is_finite(tf.concat(squares, 0))
-    valid = tf.split(all_valid, sizes)
+    # Split no bools: GPUs have no kernel for it.
+    valid = [tf.math.is_finite(square) for _, square in pairs]
+    all_valid = tf.reduce_all(tf.concat(valid, 0))
 
     def replace() -> list[tuple[tf.Tensor, tf.Tensor]]:
         matrices = [
@@ -469,7 +469,7 @@ def _check_directions(
             )
         return results
 
-    results = tf.cond(tf.reduce_all(all_valid), lambda: pairs, replace)
+    results = tf.cond(all_valid, lambda: pairs, replace)
     directions = []
     for group, (D, square), flags in zip(groups, results, valid, strict=True):
         scales = [layer.output_scale for layer in group.layers]
