@@ -215,19 +215,19 @@ class Lanczos:
         diagonal = component + residual.last_component
         # The coupling to the next row, and the next candidate.
         length = tf.sqrt(tf.maximum(residual.square, 0))
-        one, zero = tf.ones_like(length), tf.zeros_like(length)
+        ones, zeros = tf.ones_like(length), tf.zeros_like(length)
         num_rows = candidate.rows + tf.cast(~fresh, tf.int32)
-        largest = tf.where(fresh, zero, tf.maximum(abs(diagonal), length))
+        largest = tf.where(fresh, zeros, tf.maximum(abs(diagonal), length))
         scale = tf.maximum(candidate.scale, largest)
-        noise = 10 * rounding(length.dtype) * tf.where(fresh, one, scale)
+        noise = 10 * rounding(length.dtype) * tf.where(fresh, ones, scale)
         is_breakdown = (length <= noise) | residual.is_short
         is_breakdown |= num_rows >= self.size
         is_breakdown &= tf.math.is_finite(residual.square)
-        coupling = tf.where(is_breakdown | fresh, zero, length)
+        coupling = tf.where(is_breakdown | fresh, zeros, length)
         vector = tf.cond(
             is_breakdown, lambda: self.draw(index + 1), lambda: residual.image
         )
-        length = tf.where(is_breakdown, one, length)
+        length = tf.where(is_breakdown, ones, length)
         return Tridiagonal(diagonal, coupling, ~fresh), Candidate(
             vector, length, is_breakdown, scale, num_rows
         )
