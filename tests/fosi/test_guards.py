@@ -322,3 +322,46 @@ def test_coefficients(layout: str, workers: int) -> None:
                 np.testing.assert_array_equal(result, own)
         reported = 12 * Subspace.clip_bytes(shared)
         assert received * 8 == pytest.approx(reported, abs=12)
+
+
+def test_empty_batch() -> None:
+    """It does not change the directions."""
+    x, y = data()
+    model = mlp()
+    model.compile(small(), loss())
+    for _ in range(4):
+        model.train_on_batch(x, y)
+    spectrum = model.optimizer.spectrum()
+    assert spectrum[0] > 0.01
+    model.train_on_batch(x[:0], y[:0])
+    assert np.isfinite(flat(model)).all()
+    np.testing.assert_array_equal(model.optimizer.spectrum(), spectrum)
+
+
+def test_state_of_other_sizes_is_refused() -> None:
+    store: dict[str, Array] = {}
+    models = []
+    for count in (2, 3):
+        model = mlp()
+        model.compile(small(num_largest=count), loss())
+        model.optimizer.build(model.trainable_variables)
+        models.append(model)
+    models[0].optimizer.save_own_variables(store)
+    with pytest.raises(ValueError, match="does not fit"):
+        models[1].optimizer.load_own_variables(store)
+
+
+def test_without_a_gradient() -> None:
+    """Zero gradients set no bound; an overflow gives a zero step."""
+    shared = LAYOUTS["rows"](Geometry(5, 1, 0, 3, tf.float32), 1)
+    subspace = Subspace(shared, InnerTraits(), 0)
+    subspace.ritz_values.assign([1.0])
+
+    def work(group: Any) -> list[Array]:
+        return [
+            subspace.clip_outlier(tf.constant([c]), group).numpy()
+            for c in (0.0, 7.0, 1e30, 7.0)
+        ]
+
+    ((got, _),) = run_together(1, work)
+    np.testing.assert_array_equal(np.ravel(got), [0, 7, 0, 7])

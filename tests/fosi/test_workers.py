@@ -71,6 +71,13 @@ paper = functools.partial(accelerated, final_update="paper")
 CASES = {
     # Worker 1 has no row in step 4, worker 0 none in step 6: both estimate.
     "two: rows": exact("rows", inner="plain", num_largest=3, num_smallest=1),
+    # More workers than directions.
+    "two: columns, one direction": exact(
+        "columns", inner="sgd", num_largest=1, num_smallest=0
+    ),
+    # More Lanczos steps than rows of a batch: random vectors are
+    # orthogonalized, with another sum in a branch.
+    "two: rows, exhausted": fosi("rows", "small", "plain", lanczos_steps=120),
     "two: columns, NaN": exact("columns", inner="adam", faults=((5, 1, NAN),)),
     "two: rows, accumulation": fosi(
         "rows", "regression", "accumulation, average, decay"
@@ -97,6 +104,9 @@ CASES = {
         "columns",
         changes={3: {"update_interval": 2}, 5: {"update_interval": 4}},
     ),
+    # An estimation begins in step 5. If the step is skipped, the accelerators
+    # still use its batch.
+    "two: rows, stale, NaN of a worker": stale("rows", faults=((5, 0, NAN),)),
     "two: rows, stale, NaN of an accelerator": stale(
         "rows", faults=((5, 1, NAN),)
     ),

@@ -378,3 +378,16 @@ def test_all_workers_fall_back_together(on_workers: Any, name: str) -> None:
         assert worker["events"] in ({f"{event} {path}": 1}, {})
         assert f"in this fit: {event} {path}: 1\n" in worker["stderr"]
     assert any(worker["events"] for worker in workers)
+
+
+def test_scaler_of_a_compiled_optimizer() -> None:
+    """An optimizer compiled again with a loss scaler knows its scale."""
+    model = compiled_mlp(eager=True)
+    optimizer = kfac_of(model)
+    model.train_on_batch(X, Y)
+    want = optimizer.factors()["logits"]["G"]
+    scaler = keras.optimizers.LossScaleOptimizer(optimizer)
+    model.compile(scaler, loss(), run_eagerly=True)
+    model.train_on_batch(X, Y)
+    got = optimizer.factors()["logits"]["G"]
+    assert np.trace(got) < 2 * np.trace(want)

@@ -255,3 +255,12 @@ def test_momenta_are_saved(tmp_path: Path) -> None:
     for candidate in (model, again):
         train(candidate, 2)
     assert_same(everything(again), everything(model))
+
+
+def test_a_model_without_blocks() -> None:
+    """All matrices move by the same RMS, and vectors by the rest optimizer."""
+    model = compiled(skip_layers=["logits"])
+    changes = {path: change for path, _, change in train(model, 0)}
+    lengths = [rms(changes[path]) for path in MATRICES]
+    assert lengths[0] > 1e-3
+    np.testing.assert_allclose(lengths, lengths[0], rtol=1e-4)
