@@ -4,12 +4,12 @@
     python tools/results.py --commands  # prints the command of each study
 
 All figures go into docs/pages/results.md, the first table and the main claims
-into README.md. The records of docs/trainings.json and docs/equal_seconds.json
-are trainings of studies/time_to_target.py; docs/real_examples.json,
-docs/published.json and docs/large_batches.json are written by the studies of
-these names. docs/gauss_newton.json has the errors of a comparison,
-docs/results.json all studies, each with its table, command, machine and
-commits.
+into README.md, charts into docs/pages/images. The records of
+docs/trainings.json and docs/equal_seconds.json are trainings of
+studies/time_to_target.py; docs/real_examples.json, docs/published.json and
+docs/large_batches.json are written by the studies of these names.
+docs/gauss_newton.json has the errors of a comparison, docs/results.json all
+studies, each with its table, command, machine and commits.
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import Any
 import paths  # noqa: F401
 from common.arguments import make_parser_of, parse_variant
 from real_examples import FALLING
-from targets import report
+from targets import charts, report
 from targets.report import markdown_table
 from targets.study import EQUAL_SECONDS, TRAININGS, Records
 
@@ -31,6 +31,7 @@ README = ROOT / "README.md"
 RECORDS = DOCS / "results.json"
 MATRIX = DOCS / "matrix.json"
 PAGE = DOCS / "pages" / "results.md"
+IMAGES = DOCS / "pages" / "images"
 RACERS = {
     "gauss_newton": "GaussNewton",
     "least_squares": "MINPACK's lm",
@@ -77,9 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write() -> None:
-    """Write the page of results and the generated parts of the README."""
+    """Write the page of results, the README's generated parts, and charts."""
     PAGE.write_text(page(json.loads(RECORDS.read_text())))
     README.write_text(with_parts(README.read_text()))
+    runs = Records(TRAININGS).runs
+    charts.draw(runs, charts.TIMED, IMAGES / "seconds.svg", over_epochs=False)
+    charts.draw(runs, charts.STEPS, IMAGES / "epochs.svg", over_epochs=True)
 
 
 def commands() -> Iterator[str]:

@@ -8,6 +8,7 @@ worker, the bytes that a worker receives in each type of step, and its curvature
 state. "speed-up" divides the operations of all decompositions of an interval by
 those of the busiest worker in each schedule group. Sizes are maxima over the
 workers. Then print the larger batch that fits into the memory saved by DP-KFAC.
+`--chart FILE` draws state and bytes over the number of workers.
 
 Operations of statistics and of preconditioning are multiplications of matrix
 products, those of decompositions the sum of n^3 over the factors of size n. The
@@ -18,6 +19,7 @@ import contextlib
 import importlib
 import itertools
 import math
+import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -42,6 +44,8 @@ from tfkfac.solvers.base import Solver, most_rows
 from tfkfac.solvers.registry import make_solver
 
 SOLVERS = ("inverse", "eigen")
+# Steps between two messages, for the chart.
+INTERVALS = {"factors": 10, "decompositions": 100}
 Shape = tuple[int, ...]
 
 
@@ -317,6 +321,34 @@ def batch_text(saved: int, model: keras.Model, batch: int) -> str:
     )
 
 
+def draw(optimizer: Any, workers: int, batch: int, path: pathlib.Path) -> None:
+    """Draw state and bytes over the workers, for the explicit inverse."""
+    from matplotlib import pyplot, rcParams
+
+    rcParams.update({"svg.hashsalt": "", "svg.fonttype": "none"})
+    lines: dict[str, list[tuple[float, ...]]] = {}
+    for power in range(1, workers.bit_length()):
+        for mode, *_, received, state in costs_of(optimizer, 2**power, batch):
+            if mode.solver == SOLVERS[0] and mode.fraction in (None, 0.5):
+                name = mode.distribution + ", 0.5" * (mode.fraction is not None)
+                total = sum(received[n] / INTERVALS.get(n, 1) for n in received)
+                point = 2**power, state / 1e6, total / 1e6
+                lines.setdefault(name, []).append(point)
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5))
+    for name, points in lines.items():
+        counts, *values = np.transpose(points)
+        for axis, value in zip(axes, values, strict=True):
+            axis.semilogx(counts, value, "o-", base=2, label=name)
+    titles = "curvature state of a worker", "bytes received in a step, mean"
+    for axis, text in zip(axes, titles, strict=True):
+        axis.set(title=f"{text}, MB", xlabel="workers")
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.set_ylim(bottom=0)
+    axes[1].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
 # ------------------------------------------------------------ the command line
 def max_factor_dim(text: str) -> dict[str, int | None]:
     """Return the argument of `KFAC` for N rows, or for "none"."""
@@ -360,6 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add("--workers", type=positive, default=1, metavar="N")
     add("--batch", type=positive, default=32, metavar="N", help="of a worker")
+    add("--chart", type=pathlib.Path, metavar="FILE", help="PNG or SVG")
     options = parser.parse_args(arguments)
     if (options.name is None) == (options.model is None):
         parser.error("either MODEL or --model is needed")
@@ -379,6 +412,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         saved = state["comm_opt"] - state["dp_kfac"]
         print(batch_text(saved, model, options.batch))
+    if options.chart:
+        draw(optimizer, options.workers, options.batch, options.chart)
 
 
 if __name__ == "__main__":
