@@ -50,6 +50,12 @@ def local_batch(case: Case, quick: bool) -> Training:
     return train(METHODS[case["method"]], quick, batch_size, workers)
 
 
+def workers(case: Case, quick: bool) -> Training:
+    count = case["workers"]
+    task = train(METHODS[case["method"]], quick, 32 * count, count)
+    return task._replace(dataset="digits") if quick else task
+
+
 def damping(case: Case, quick: bool) -> Training:
     kfac = {
         "distribution": "dp_kfac",
@@ -92,6 +98,16 @@ EXPERIMENTS = {
         local_batch,
         ("metric", "factor step, MB"),
         "ResNet-50 on ImageNet and 64 GPUs.",
+    ),
+    "dp-kfac-figure-10": Experiment(
+        f"{DP}, figure 10",
+        "More workers with a constant local batch: does a factor of one "
+        "worker's batch stay enough?",
+        {"workers": (1, 2, 4), "method": ("comm_opt", "dp_kfac")},
+        {},
+        workers,
+        ("metric", "factor step, MB"),
+        "ResNet-50 on ImageNet, on 4 to 64 GPUs.",
     ),
     "dp-kfac-figure-13": Experiment(
         f"{DP}, figure 13",

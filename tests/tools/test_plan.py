@@ -50,15 +50,16 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     # 9 + 1 inputs and 3 outputs; 6 x 6 x 3 + 1 inputs and 4 outputs.
     elements = 10**2 + 3**2 + 109**2 + 4**2
     assert f"2 blocks: {elements / 1e6:.2f} M elements" in text
-    # The factor A of the dense layer and all decompositions of a worker,
-    # without both of the dense layer.
+    # An example has 6 x 6 x 3 outputs twice, and 4 outputs, of 4 bytes. Saved:
+    # the factor A of the dense layer, and decompositions of the dense layer.
     saved = 4 * (109**2 + elements - 2 * (109**2 + 4**2))
-    assert f"dp_kfac saves {saved} B of a worker" in text
-    # An example has 6 x 6 x 3 outputs twice, and 4 outputs, of 4 bytes.
-    assert "examples of 880 B of layer outputs" in text
-    text = plan.batch_text(9000, plan.build("M"), 4)
-    assert f"{9000 / 880:.2f} examples" in text
-    assert f"A batch of 4 becomes {4 + 9000 // 880}." in text
+    batches = {
+        mode: row["batch"]
+        for (solver, mode), row in printed_rows(text).items()
+        if solver == "inverse"
+    }
+    assert batches["comm_opt"] == "32"
+    assert batches["dp_kfac"] == str(32 + saved // 880)
 
 
 def test_own_model(

@@ -7,7 +7,8 @@ For every distribution mode and solver, print the operations of the busiest
 worker, the bytes that a worker receives in each type of step, and its curvature
 state. "speed-up" divides the operations of all decompositions of an interval by
 those of the busiest worker in each schedule group. Sizes are maxima over the
-workers. Then print the larger batch that fits into the memory saved by DP-KFAC.
+workers. "batch" fits into the memory of the mode with the largest state (KAISA,
+section 5.4): an example takes the memory of all layer outputs in float32.
 `--chart FILE` draws state and bytes over the number of workers.
 
 Operations of statistics and of preconditioning are multiplications of matrix
@@ -278,7 +279,7 @@ def counts_text(optimizer: Any) -> str:
     )
 
 
-def plan_text(costs: Sequence[Cost]) -> str:
+def plan_text(costs: Sequence[Cost], model: keras.Model, batch: int) -> str:
     """Return the table of all modes; operations in 10^9."""
     stages = "precondition", "statistics", "decompositions"
     header = (
@@ -290,12 +291,15 @@ def plan_text(costs: Sequence[Cost]) -> str:
         "factor +",
         "inverse +",
         "State",
+        "batch",
     )
+    example = 4 * Network(model, 1).elements
     rows: list[tuple[str, ...]] = []
     for mode, operations, speed_up, received, state in costs:
         fraction = "" if mode.fraction is None else f" {mode.fraction:.4g}"
         plain = received["gradients"] + received["preconditioned_gradients"]
         sizes = plain, received["factors"], received["decompositions"], state
+        most = max(c.state for c in costs if c.mode.solver == mode.solver)
         rows.append(
             (
                 mode.solver,
@@ -303,22 +307,10 @@ def plan_text(costs: Sequence[Cost]) -> str:
                 *(f"{operations[stage] / 1e9:.4g}" for stage in stages),
                 f"{speed_up:.4g}",
                 *map(bytes_text, sizes),
+                f"{batch + (most - state) // example}",
             )
         )
     return "\n".join(table(header, rows))
-
-
-def batch_text(saved: int, model: keras.Model, batch: int) -> str:
-    """Return the batch that DP-KFAC's `saved` bytes of memory allow.
-
-    An example takes the memory of all layer outputs in float32.
-    """
-    example = 4 * Network(model, 1).elements
-    return (
-        f"dp_kfac saves {bytes_text(saved)} of a worker against comm_opt: "
-        f"{saved / example:.2f} examples of {bytes_text(example)} of layer "
-        f"outputs. A batch of {batch} becomes {batch + saved // example}."
-    )
 
 
 def draw(optimizer: Any, workers: int, batch: int, path: pathlib.Path) -> None:
@@ -403,15 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     optimizer = KFAC(step="natural", **options.max_factor_dim).attach(model)
     print(counts_text(optimizer))
     costs = costs_of(optimizer, options.workers, options.batch)
-    print(plan_text(costs))
-    if options.workers > 1:
-        state = {
-            cost.mode.distribution: cost.state
-            for cost in costs
-            if cost.mode.solver == "inverse"
-        }
-        saved = state["comm_opt"] - state["dp_kfac"]
-        print(batch_text(saved, model, options.batch))
+    print(plan_text(costs, model, options.batch))
     if options.chart:
         draw(optimizer, options.workers, options.batch, options.chart)
 
