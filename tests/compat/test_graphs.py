@@ -20,7 +20,6 @@ from tfkfac.compat.graphs import (
     is_constant_to_tapes,
     is_copy,
     kept_variables,
-    map_rows,
     new_rows,
     open_graphs,
     operation_without_gradient,
@@ -228,20 +227,6 @@ def test_operation_without_gradient(
     with pytest.raises(LookupError) as error:
         second_derivative(tf.ones((1, 2, 2, 1)))
     assert operation_without_gradient(error.value) == op_type
-
-
-# --------------------------------------------------------------------- maps
-def test_a_failed_map_restores_the_variable_scope() -> None:
-    """A strategy can still be entered."""
-
-    def fail(row: tf.Tensor) -> tf.Tensor:
-        raise NotImplementedError
-
-    mapped = tf.function(lambda rows: map_rows(fail, rows), autograph=False)
-    with pytest.raises(NotImplementedError):
-        mapped(tf.ones([3, 2]))
-    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
-        assert tf.Variable(1.0).numpy() == 1.0
 
 
 def test_tensors_of_outer_graphs() -> None:

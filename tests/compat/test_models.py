@@ -13,24 +13,26 @@ import tensorflow as tf
 from keras import layers
 
 from tests.compat.contracts import contract
-from tfkfac.compat import models
+from tfkfac.capture.model_taps import BeforeTap, ForwardCall
 from tfkfac.compat.graphs import in_xla
 from tfkfac.compat.models import (
     after_compile,
     all_layers,
     call_takes_training,
     children,
+    has_keras_call,
     input_specs,
     kept_losses,
     last_layers,
     loss_layers,
     loss_takes_training,
     mask_of,
+    override_averages,
     pass_mask,
-    swap_averages_of,
     wrap_compiled_steps,
     wrap_fit,
 )
+from tfkfac.curvature.directional import takes_any_batch
 from tfkfac.curvature.hessian import layer_name
 from tfkfac.loss.batch import stateless
 
@@ -124,7 +126,7 @@ def test_kept_losses(stateless: bool) -> None:
 
 
 @contract(
-    "compat.models.without_cudnn",
+    "loss.batch.stateless",
     "`LSTM` and `GRU` read `use_cudnn` in each call.",
 )
 @pytest.mark.parametrize(
@@ -272,14 +274,18 @@ def test_around_an_overridden_fit() -> None:
 
 
 def test_changing_variables() -> None:
-    """Moving statistics and seeds, without weights and metrics."""
+    """Taps record moving statistics and seeds, not weights and metrics."""
     frozen = layers.BatchNormalization(trainable=False)
     norm, drop = layers.BatchNormalization(), layers.Dropout(0.5)
     model = keras.Sequential([keras.Input((2,)), norm, drop, frozen])
     model.compile("sgd", "mse")
-    result = {id(v) for v in models.changing_variables(model)}
+    tap = BeforeTap.open(model)
+    with tf.GradientTape():
+        model(X)
+    (values,) = tap.pop_items()
     seed = drop.seed_generator.state
-    assert result == {id(v) for v in [*norm.non_trainable_variables, seed]}
+    changing = [*norm.non_trainable_variables, seed]
+    assert {id(v) for v, _ in values} == {id(v._value) for v in changing}
 
 
 # ---------------------------------------------------------------------- layers
@@ -375,19 +381,19 @@ def test_operations_bear_the_names_of_layers() -> None:
 
 
 @contract(
-    "compat.models.swap_averages_of",
+    "compat.models.override_averages",
     "`SwapEMAWeights` calls `_tf_swap_variables` and `_tf_finalize_ema_values` "
     "with an optimizer, and swaps its averages there.",
 )
-def test_swap_averages_of() -> None:
+def test_override_averages() -> None:
     """Swap the average of another optimizer instead of the model's one."""
     variable, other = keras.Variable(1.0), keras.optimizers.SGD(use_ema=True)
     other.build([variable])
     given: list[Any] = []
 
-    def choose(optimizer: Any) -> list[Any]:
+    def swap(below: Any, optimizer: Any) -> None:
         given.append(optimizer)
-        return [other]
+        below(other)
 
     model = network()
     model.compile(keras.optimizers.SGD(use_ema=True), "mse")
@@ -395,7 +401,7 @@ def test_swap_averages_of() -> None:
     before = model.get_weights()
     callback = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
     for _ in range(2):
-        swap_averages_of(callback, choose)
+        override_averages(callback, swap)
     callback.set_model(model)
     callback.set_params({"epochs": 1})
     callback.on_epoch_end(0)
@@ -418,12 +424,13 @@ def test_free_batch_axis() -> None:
         keras.Sequential([keras.Input((3,), batch_size=n), layers.Dense(2)])
         for n in (None, 4)
     )
-    assert models.has_free_batch_axis(keras.Model(inputs, merged))
-    assert models.has_free_batch_axis(free)
-    assert not models.has_free_batch_axis(fixed)
-    assert not models.has_free_batch_axis(Own())
+    call = ForwardCall((), {}, None)
+    assert takes_any_batch(keras.Model(inputs, merged), call)
+    assert takes_any_batch(free, call)
+    assert not takes_any_batch(fixed, call)
+    assert not takes_any_batch(Own(), call)
     reshaped = keras.ops.reshape(merged, [4, 5])
-    assert not models.has_free_batch_axis(keras.Model(inputs, reshaped))
+    assert not takes_any_batch(keras.Model(inputs, reshaped), call)
 
 
 def test_layers_with_a_call_of_keras() -> None:
@@ -438,6 +445,6 @@ def test_layers_with_a_call_of_keras() -> None:
             return 2 * x
 
     for layer in (layers.Dense(2), layers.LSTM(2), Wide()):
-        assert models.has_keras_call(layer)
+        assert has_keras_call(layer)
     for layer in (Twice(), layers.Lambda(lambda x: x)):
-        assert not models.has_keras_call(layer)
+        assert not has_keras_call(layer)

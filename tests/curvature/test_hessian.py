@@ -182,6 +182,9 @@ def test_no_second_derivative(layer: Any, columns: int) -> None:
     x, y, n = inputs(IMAGE), noise(ROWS, 2), weight_count(model)
     with pytest.raises(NotImplementedError, match=f"'{bad.name}'"):
         hessian_vector_product(model, x, y, noise(n, columns))
+    # A strategy can still enter the variable scope.
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        assert tf.Variable(1.0).numpy() == 1.0
     model.train_on_batch(x, y)
 
 

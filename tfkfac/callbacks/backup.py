@@ -137,7 +137,7 @@ class ChiefBackup(
         self._sigterm_received = False
         self._epoch = self.num_skipped = self._num_done = 0
         self._damaged: set[str] = set()  # names of damaged backups
-        self._settings: dict[str, Any] = {}
+        self._settings: dict[str, Any] = {}  # that a backup must have
 
     def __exit__(self, *error: Any) -> None:
         """Restore the signal handler after `fit`, also after an error."""
@@ -159,7 +159,18 @@ class ChiefBackup(
             )
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
-        self._settings = _settings_of(optimizer)
+        settings = {
+            # Of an object, for example a schedule, compare only the class: the
+            # length of a schedule may depend on `epochs`.
+            name: value.get("class")
+            if name.startswith("argument ") and isinstance(value, dict)
+            else value
+            for name, value in optimizer.description().items()
+            if name not in _MAY_DIFFER
+        }
+        outer = type(optimizer.bound_model().optimizer).__name__
+        settings["optimizer of the model"] = outer
+        self._settings = json.loads(json.dumps(settings, default=str))
         if self._is_chief:
             self._delete_partial_files()
         backup = self._find_newest_valid()
@@ -368,12 +379,9 @@ class ChiefBackup(
 
     def _backups(self) -> list[pathlib.Path]:
         """Return the backups, oldest first."""
-        paths = [
-            path
-            for path in self.directory.glob(f"epoch-*{_SUFFIX}")
-            if _NAME.fullmatch(path.name)
-        ]
-        return sorted(paths, key=lambda path: _parse_name(path.name))
+        paths = self.directory.glob(f"epoch-*{_SUFFIX}")
+        backups = [path for path in paths if _NAME.fullmatch(path.name)]
+        return sorted(backups, key=lambda path: _parse_name(path.name))
 
     @property
     def _is_chief(self) -> bool:
@@ -394,25 +402,6 @@ def _parse_name(name: str) -> tuple[int, int]:
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1]), int(match[2] or 0)
-
-
-def _settings_of(optimizer: SecondOrderOptimizer) -> dict[str, Any]:
-    """Return the settings that must be equal to those of a backup.
-
-    For an argument that is an object, for example a schedule, this is its
-    class: the length of a schedule may depend on `epochs`.
-    """
-    settings = {
-        name: value.get("class")
-        if name.startswith("argument ") and isinstance(value, dict)
-        else value
-        for name, value in optimizer.description().items()
-        if name not in _MAY_DIFFER
-    }
-    outer = type(optimizer.bound_model().optimizer).__name__
-    settings["optimizer of the model"] = outer
-    copy: dict[str, Any] = json.loads(json.dumps(settings, default=str))
-    return copy
 
 
 def _check_backup(

@@ -31,7 +31,7 @@ from tfkfac.compat.graphs import (
     trace_place,
     under_tape,
 )
-from tfkfac.compat.models import changing_variables, replica_variable
+from tfkfac.compat.models import all_layers, replica_variable
 from tfkfac.compat.overrides import Below, drop_from, keep_on, override
 from tfkfac.compat.strategies import summing_replicas
 
@@ -84,7 +84,7 @@ _Store = dict[tuple[int, int], list[Any]]
 # (variable, value) pairs of one replica.
 Values = list[tuple[tf.Variable, tf.Tensor]]
 
-_recording = threading.local()
+recording = threading.local()  # `tapes` of all calls in progress
 
 
 class TraceLists(Generic[N]):
@@ -246,23 +246,17 @@ class PullbackTap(ModelTap[Pullback]):
     def _call(self, below: Below, /, *args: Any, **kwargs: Any) -> Any:
         if not capturing():
             return below(*args, **kwargs)
-        previous = getattr(_recording, "tapes", ())
+        previous = getattr(recording, "tapes", ())
         with tf.GradientTape(
             persistent=True, watch_accessed_variables=False
         ) as tape:
-            _recording.tapes = (*previous, tape)
+            recording.tapes = (*previous, tape)
             try:
                 outputs = below(*args, **kwargs)
             finally:
-                _recording.tapes = previous
+                recording.tapes = previous
         self.record(Pullback(outputs, tape))
         return outputs
-
-
-def watch_for_pullbacks(tensor: tf.Tensor) -> None:
-    """Watch a pre-activation on the tapes of all calls in progress."""
-    for tape in getattr(_recording, "tapes", ()):
-        tape.watch(tensor)
 
 
 # --------------------------------------------------- undo of a skipped step
@@ -278,7 +272,16 @@ class BeforeTap(ModelTap[Values]):
     def _call(self, below: Below, /, *args: Any, **kwargs: Any) -> Any:
         values, model = self.current(), self._model()
         if model is not None and capturing() and not values:
-            values.append(read_values(changing_variables(model)))
+            frozen = {
+                id(variable)
+                for layer in all_layers(model)
+                if not layer.trainable
+                for variable in layer.weights
+            }
+            # Moving statistics and random seeds.
+            changing = model.non_trainable_variables
+            changing = [v for v in changing if id(v) not in frozen]
+            values.append(read_values(changing))
         previous = getattr(_state, "places", ())
         _state.places = (*previous, trace_place())  # for `is_nested`
         try:

@@ -26,8 +26,8 @@ from tfkfac.capture.model_taps import (
     capturing,
     is_nested,
     is_paused,
+    recording,
     replica_id,
-    watch_for_pullbacks,
 )
 from tfkfac.compat.graphs import under_tape, with_gradient
 from tfkfac.compat.models import mask_of, pass_mask
@@ -239,7 +239,8 @@ def watch(tensor: tf.Tensor, record: Recorder) -> tf.Tensor:
 
     watched = with_gradient(lambda z: z, tensor, backward)
     result.append(watched)
-    watch_for_pullbacks(watched)
+    for tape in getattr(recording, "tapes", ()):  # for pullbacks
+        tape.watch(watched)
     pass_mask(tensor, watched)
     return watched
 

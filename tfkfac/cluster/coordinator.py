@@ -8,7 +8,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import errno
-import secrets
 import socket
 import threading
 import time
@@ -45,31 +44,6 @@ _MAX_PRINTED = 20  # lines on dropped processes that were not admitted
 _END_TIMEOUT_S = 10.0  # for the last reply to each worker
 
 
-def accept_workers(
-    cluster: Cluster, secret: bytes, wait: Wait, probe: Callable[[], str]
-) -> tuple[Cluster, int]:
-    """As worker 0, accept all other workers; then start all of them.
-
-    `probe` returns the job of another worker 0 that uses the port; "" if the
-    port is used by another program.
-    """
-    coordinator = _Coordinator(cluster, secret, wait)
-    with _serve(coordinator, cluster, secret, wait, probe):
-        try:
-            coordinator.wait_for_all()
-        except (RefusedError, TimeoutError) as error:
-            is_refused = isinstance(error, RefusedError)
-            key = "refused" if is_refused else "timeout"
-            coordinator.end({key: str(error)})
-            raise
-        seed = secrets.randbits(31)
-        addresses = coordinator.addresses
-        coordinator.end({"go": addresses, "seed": seed})
-    # The server has ended, so TensorFlow can use the port.
-    full_cluster = dataclasses.replace(cluster, addresses=tuple(addresses))
-    return full_cluster, seed
-
-
 @dataclasses.dataclass
 class _Peer:
     """A process that has joined as a worker."""
@@ -83,7 +57,7 @@ class _Peer:
     has_ended: bool = False  # True if it has received the last reply
 
 
-class _Coordinator:
+class Coordinator:
     """Handler of the requests of all workers."""
 
     def __init__(self, cluster: Cluster, secret: bytes, wait: Wait) -> None:
@@ -99,6 +73,56 @@ class _Coordinator:
         self.addresses = list(cluster.addresses)
 
     # ----------------------------------------------------- the main thread
+    @contextlib.contextmanager
+    def serve(self, probe: Callable[[], str]) -> Iterator[None]:
+        """Serve at the port of worker 0, as soon as the port is free.
+
+        `probe` returns the job of another worker 0 that uses the port; "" if
+        the port is used by another program.
+        """
+        cluster, wait = self._cluster, self._wait
+        deadline = time.monotonic() + wait.remaining(waiting.TIMEOUT_S)
+        host, port = split_address(cluster.addresses[0])
+        known_hosts = [split_address(a)[0] for a in cluster.addresses if a]
+        is_open = not all(map(is_loopback, known_hosts))
+        hosts = ["::"] if socket.has_dualstack_ipv6() else ["0.0.0.0"]
+        if not is_open:
+            hosts = ["127.0.0.1", "::1"] if host == "localhost" else [host]
+        name = f"This process cannot be {cluster.name(0)}"
+        while not (targets := _free_targets(name, hosts, port)):
+            if job := probe():
+                raise RefusedError(
+                    f"{name}: worker 0 of job {quote(job)} waits for its "
+                    "workers there. Start worker 0 once for each job. Two jobs "
+                    "need two ports (argument `coordinator`, `TF_CONFIG`)."
+                )
+            if time.monotonic() > deadline:
+                raise RefusedError(
+                    f"{name}: the port is in use. Is another process of this "
+                    "machine worker 0, too, or has an earlier job not ended?"
+                )
+            time.sleep(wait.remaining(waiting.POLL_INTERVAL_S))
+        handler = grpc.unary_unary_rpc_method_handler(self.join)
+        service = grpc.method_handlers_generic_handler(SERVICE, {JOIN: handler})
+        with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+            server = grpc.server(
+                threads, handlers=[service], options=[("grpc.so_reuseport", 0)]
+            )
+            for target in targets:
+                server.add_insecure_port(target)
+            server.start()
+            if is_open and not self._secret:
+                print_line(
+                    "the start of this job is not authenticated: any process "
+                    f"that reaches port {port} of this host can take part in "
+                    "it. Use trusted networks only, or set "
+                    f"{SECRET_VARIABLE} on all workers."
+                )
+            try:
+                yield
+            finally:
+                server.stop(_END_TIMEOUT_S).wait()
+
     def wait_for_all(self) -> None:
         """Wait until all workers have joined, and have called again since."""
         with self._changed:
@@ -293,59 +317,6 @@ def _format_addresses(addresses: Sequence[str]) -> str:
     if len(addresses) > waiting.MAX_NAMED:
         quoted.append(f"... ({len(addresses)} in all)")
     return f"[{', '.join(quoted)}]"
-
-
-@contextlib.contextmanager
-def _serve(
-    coordinator: _Coordinator,
-    cluster: Cluster,
-    secret: bytes,
-    wait: Wait,
-    probe: Callable[[], str],
-) -> Iterator[None]:
-    """Serve at the port of worker 0, as soon as the port is free."""
-    deadline = time.monotonic() + wait.remaining(waiting.TIMEOUT_S)
-    host, port = split_address(cluster.addresses[0])
-    known_hosts = [split_address(a)[0] for a in cluster.addresses if a]
-    is_open = not all(map(is_loopback, known_hosts))
-    hosts = ["::"] if socket.has_dualstack_ipv6() else ["0.0.0.0"]
-    if not is_open:
-        hosts = ["127.0.0.1", "::1"] if host == "localhost" else [host]
-    name = f"This process cannot be {cluster.name(0)}"
-    while not (targets := _free_targets(name, hosts, port)):
-        job = probe()
-        if job:
-            raise RefusedError(
-                f"{name}: worker 0 of job {quote(job)} waits for its workers "
-                "there. Start worker 0 once for each job. Two jobs need two "
-                "ports (argument `coordinator`, `TF_CONFIG`)."
-            )
-        if time.monotonic() > deadline:
-            raise RefusedError(
-                f"{name}: the port is in use. Is another process of this "
-                "machine worker 0, too, or has an earlier job not ended?"
-            )
-        time.sleep(wait.remaining(waiting.POLL_INTERVAL_S))
-    handler = grpc.unary_unary_rpc_method_handler(coordinator.join)
-    service = grpc.method_handlers_generic_handler(SERVICE, {JOIN: handler})
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
-        server = grpc.server(
-            threads, handlers=[service], options=[("grpc.so_reuseport", 0)]
-        )
-        for target in targets:
-            server.add_insecure_port(target)
-        server.start()
-        if is_open and not secret:
-            print_line(
-                "the start of this job is not authenticated: any process that "
-                f"reaches port {port} of this host can take part in it. Use "
-                f"trusted networks only, or set {SECRET_VARIABLE} on all "
-                "workers."
-            )
-        try:
-            yield
-        finally:
-            server.stop(_END_TIMEOUT_S).wait()
 
 
 def _free_targets(name: str, hosts: Sequence[str], port: int) -> list[str]:

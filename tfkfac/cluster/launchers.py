@@ -52,27 +52,17 @@ class Launcher:
     # Variables that together identify the job. Some may be unset.
     identity: tuple[str, ...] = ()
 
-    def variables(self, environment: Environment) -> dict[str, str] | None:
-        """Return the variables of the launcher; None if one is unset."""
+    def variables(self, environment: Environment) -> dict[str, str]:
+        """Return the launcher's variables; {} if it has not started this."""
         names = filter(None, (self.index, self.size, *self.others))
         values = {name: environment.get(name, "") for name in names}
-        return values if all(values.values()) else None
-
-    def is_active(self, environment: Environment) -> bool:
-        """Return True if the launcher may have started this process."""
         # MPICH's mpirun starts one Slurm task on each node, which starts its
         # workers. If the numbers of tasks and workers differ, use MPICH.
         tasks = environment.get(_SLURM_SIZE)
         is_nested = environment.get(_PMI_SIZE, tasks) not in ("", tasks)
-        is_set = self.variables(environment) is not None
-        return is_set and not (self.name == "Slurm" and is_nested)
-
-    def job(self, environment: Environment) -> str:
-        """Return the identity of the job; "" if the launcher has none."""
-        values = [environment.get(name) for name in self.identity]
-        # The default of `torchrun --rdzv-id`, "none", identifies no job.
-        identity = ".".join(x for x in values if x and x != "none")
-        return f"{self.name} {identity}" if identity else ""
+        if not all(values.values()) or (self.name == "Slurm" and is_nested):
+            return {}
+        return values
 
 
 def _master(environment: Environment) -> str:
@@ -192,8 +182,7 @@ def find_cluster(
     Each of the three settings is taken from the arguments, else from Keras'
     variables, else from the first active launcher. Unknown addresses are "".
     """
-    active = (x for x in LAUNCHERS if x.is_active(environment))
-    launcher = next(active, None)
+    launcher = next((x for x in LAUNCHERS if x.variables(environment)), None)
     keras = {k: v for k, v in KERAS.items() if environment.get(v)}
     settings, job = dict(arguments), ""
     sources = []
@@ -201,11 +190,10 @@ def find_cluster(
         texts = (f"{name}={value}" for name, value in arguments.items())
         sources.append(f"arguments ({', '.join(texts)})")
     if keras and len(settings) < len(KERAS):
-        values = {name: environment[v] for name, v in keras.items()}
-        settings = values | settings
+        settings = {k: environment[v] for k, v in keras.items()} | settings
         sources.append(_describe("Keras", keras.values(), environment))
     if launcher is not None and len(settings) < len(KERAS):
-        variables = launcher.variables(environment) or {}
+        variables = launcher.variables(environment)
         provided = {
             "coordinator": launcher.address(environment),
             "num_processes": variables.get(launcher.size),
@@ -217,7 +205,10 @@ def find_cluster(
             provided["process_id"] = str(hosts.index(environment[_CURRENT]))
         settings = {k: v for k, v in provided.items() if v} | settings
         sources.append(_describe(launcher.name, variables, environment))
-        job = launcher.job(environment)
+        # The default of `torchrun --rdzv-id`, "none", identifies no job.
+        values = map(environment.get, launcher.identity)
+        identity = ".".join(x for x in values if x and x != "none")
+        job = f"{launcher.name} {identity}" if identity else ""
     origin = " and ".join(sources)
     cluster = None
     if not arguments and not keras and "num_processes" not in settings:

@@ -26,7 +26,6 @@ METHOD = f"/{SERVICE}/{JOIN}"
 SECRET_VARIABLE = "TFKFAC_SECRET"
 # Roles of the sender. Each HMAC covers the role.
 WORKER_0, PEER = "worker 0", "peer of worker 0"
-_NONCE_BYTES = 16
 
 
 def read_secret(environment: Mapping[str, str]) -> bytes:
@@ -54,7 +53,7 @@ def read_secret(environment: Mapping[str, str]) -> bytes:
 
 def make_nonce() -> str:
     """Return a fresh random number in hexadecimal digits."""
-    return secrets.token_hex(_NONCE_BYTES)
+    return secrets.token_hex(16)
 
 
 def encode(content: Message, secret: bytes, role: str) -> bytes:
@@ -100,19 +99,13 @@ class Greeting:
     @classmethod
     def read(cls, content: Message) -> "Greeting":
         """Validate the content of a request; raise a ValueError."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        if content.keys() != names:
+        types: dict[str, type] = {x.name: str for x in dataclasses.fields(cls)}
+        types |= {"worker": int, "cluster": list, "port": int}
+        if content.keys() != types.keys():
             raise ValueError("it is not a greeting of this version of tfkfac")
         cluster = content["cluster"]
-        if (
-            not isinstance(cluster, list)
-            or not all(isinstance(address, str) for address in cluster)
-            or not all(type(content[x]) is int for x in ("worker", "port"))
-            or not all(
-                isinstance(content[name], str)
-                for name in ("job", "process", "session", "nonce")
-            )
-        ):
+        has_types = all(type(content[k]) is kind for k, kind in types.items())
+        if not has_types or not all(isinstance(x, str) for x in cluster):
             raise ValueError("it has a value of a wrong type")
         greeting = cls(**content | {"cluster": tuple(cluster)})
         if not 0 <= greeting.worker < len(greeting.cluster):

@@ -16,6 +16,7 @@ these workers), "go", "timeout" and "refused".
 import dataclasses
 import os
 import queue
+import secrets
 import socket
 import threading
 import time
@@ -24,7 +25,7 @@ import grpc
 
 from tfkfac.cluster import waiting
 from tfkfac.cluster.config import Cluster, split_address
-from tfkfac.cluster.coordinator import accept_workers
+from tfkfac.cluster.coordinator import Coordinator
 from tfkfac.cluster.messages import (
     METHOD,
     PEER,
@@ -63,9 +64,22 @@ def wait_for_all(
         return cluster, None
     secret, wait = read_secret(os.environ), Wait(cluster, timeout)
     client = _Client(cluster, secret, wait)
-    if cluster.index == 0:
-        return accept_workers(cluster, secret, wait, client.probe)
-    return client.join()
+    if cluster.index > 0:
+        addresses, seed = client.join()
+    else:
+        coordinator = Coordinator(cluster, secret, wait)
+        # The server ends before TensorFlow needs the port.
+        with coordinator.serve(client.probe):
+            try:
+                coordinator.wait_for_all()
+            except (RefusedError, TimeoutError) as error:
+                is_refused = isinstance(error, RefusedError)
+                key = "refused" if is_refused else "timeout"
+                coordinator.end({key: str(error)})
+                raise
+            addresses, seed = coordinator.addresses, secrets.randbits(31)
+            coordinator.end({"go": addresses, "seed": seed})
+    return dataclasses.replace(cluster, addresses=tuple(addresses)), seed
 
 
 class _UnreachableError(Exception):
@@ -96,8 +110,11 @@ class _Client:
         except _UnreachableError:
             return ""
 
-    def join(self) -> tuple[Cluster, int]:
-        """Repeat the request until worker 0 starts all workers."""
+    def join(self) -> tuple[list[str], int]:
+        """Repeat the request until worker 0 starts all workers.
+
+        Return the addresses of all workers, and the common random integer.
+        """
         size = len(self._cluster.addresses)
         with socket.socket() as port_holder:
             port_holder.bind(("", 0))  # reserve a port for TensorFlow
@@ -112,10 +129,7 @@ class _Client:
                         case {"timeout": str(text)}:
                             raise TimeoutError(escape(text))
                         case {"go": list(addresses), "seed": int(seed)}:
-                            full_cluster = dataclasses.replace(
-                                self._cluster, addresses=tuple(addresses)
-                            )
-                            return full_cluster, seed
+                            return addresses, seed
                         case {"missing": list(received)}:
                             self._wait.cause = ""
                             valid = range(size)

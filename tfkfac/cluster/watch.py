@@ -304,7 +304,16 @@ class StallDetector(Listener):
     @override
     def on_event(self, sender: int, event: Event) -> None:
         if "where" in event:
-            self._log.post({"place": describe_threads()})
+            # Post the current function of each busy thread of this process.
+            functions = []
+            for identifier, frame in sys._current_frames().items():
+                code, line = frame.f_code, frame.f_lineno
+                file = pathlib.Path(code.co_filename).name
+                if identifier != threading.get_ident() and (
+                    file not in _IDLE_FILES
+                ):
+                    functions.append(f"{code.co_name} ({file}:{line})")
+            self._log.post({"place": f"is in {', '.join(functions)}"})
         elif "place" in event:
             self._locations[sender] = event["place"]
 
@@ -324,13 +333,3 @@ def _local_detector() -> StallDetector:
     detector = StallDetector(["this process"], log)
     log.start(detector)
     return detector
-
-
-def describe_threads() -> str:
-    """Return the current function of each busy thread of this process."""
-    threads = []
-    for identifier, frame in sys._current_frames().items():
-        name = pathlib.Path(frame.f_code.co_filename).name
-        if identifier != threading.get_ident() and name not in _IDLE_FILES:
-            threads.append(f"{frame.f_code.co_name} ({name}:{frame.f_lineno})")
-    return f"is in {', '.join(threads)}"

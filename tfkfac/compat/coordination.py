@@ -20,7 +20,6 @@ def configure(cluster: tf.train.ClusterSpec) -> None:
     """
     if context.context().coordination_service is not None:
         return
-    jobs = [job for job in ("chief", "worker") if job in cluster.jobs]
     context.context().configure_coordination_service(
         service_type="standalone",
         service_leader=multi_worker_util.coordination_leader(cluster),
@@ -29,7 +28,8 @@ def configure(cluster: tf.train.ClusterSpec) -> None:
             coordination_config_pb2.CoordinatedJob(
                 name=job, num_tasks=cluster.num_tasks(job)
             )
-            for job in jobs
+            for job in ("chief", "worker")
+            if job in cluster.jobs
         ],
     )
 

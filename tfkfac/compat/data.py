@@ -59,29 +59,29 @@ def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     return [(int(first), int(second)) for first, second in seeds]
 
 
-def copy_generated(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Copy each element if the pipeline has a "GeneratorDataset" operation.
+def copy_generated(dataset: Any) -> Any:
+    """Copy each element of a dataset with a "GeneratorDataset" operation.
 
     TensorFlow does not copy the arrays of a Python generator. An operation on a
     slice, such as the rows of a worker, may write its output into the user's
-    array.
+    array. Composite tensors and variants stay as they are.
     """
+    if not isinstance(dataset, tf.data.Dataset):
+        return dataset
     names = _type_names(list(_upstream_datasets(dataset)))
     if "GeneratorDataset" not in names:
         return dataset
     is_tuple = type(dataset.element_spec) is tuple  # `map` unpacks tuples
     return dataset.map(
         lambda *element: tf.nest.map_structure(
-            _copy, element if is_tuple else element[0]
+            lambda x: (
+                tf.raw_ops.DeepCopy(x=x)
+                if isinstance(x, tf.Tensor) and x.dtype.is_numpy_compatible
+                else x
+            ),
+            element if is_tuple else element[0],
         )
     )
-
-
-def _copy(component: Any) -> Any:
-    """Copy a tensor; composite tensors and variants stay as they are."""
-    if isinstance(component, tf.Tensor) and component.dtype.is_numpy_compatible:
-        return tf.raw_ops.DeepCopy(x=component)
-    return component
 
 
 def _upstream_datasets(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:

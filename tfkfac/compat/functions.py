@@ -1,7 +1,6 @@
 """Trace a per-layer function once per graph and call it for every layer."""
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
@@ -21,10 +20,6 @@ from tfkfac.compat.graphs import (
 )
 
 T = TypeVar("T")
-
-# Names of the graph attributes that hold traced functions and branches.
-_SHARED = "_tfkfac_shared_functions"
-_BRANCHES = "_tfkfac_branches"
 
 
 class TraceKey(NamedTuple):
@@ -56,7 +51,9 @@ def shared_call(
 
     This relies on `inference_fn` of a concrete function. Calling it directly
     skips the checks of arguments, which take most of the time that a
-    `tf.function` needs for a call.
+    `tf.function` needs for a call. It also relies on a graph accepting names of
+    added functions as operation types, and on `function_call_options`. On one
+    device, all operations of the function must be on the caller's device.
 
     Args:
         key: Cache key of the function, in addition to the arguments. None to
@@ -73,7 +70,7 @@ def shared_call(
     graphs = [graph for graph in open_graphs() if graph.building_function]
     if not graphs or key is None:
         return function(*args)
-    traces = graph_attribute(graphs[-1], _SHARED, dict)
+    traces = graph_attribute(graphs[-1], "_tfkfac_shared_functions", dict)
     tensors = [tf.convert_to_tensor(x) for x in tf.nest.flatten(args)]
     specs = [
         tf.TensorSpec([None] * x.shape.rank if any_size else x.shape, x.dtype)
@@ -88,11 +85,34 @@ def shared_call(
 
         traces[full_key] = not_inlined(flat, specs).get_concrete_function()
     traced = traces[full_key]
+    body = traced.inference_fn
     if _on_one_device() and not placed:
-        outputs = _call_as_operation(traced.inference_fn, tensors)
+        # Call by an operation whose type is the name of the function, for which
+        # TensorFlow creates one kernel. A `PartitionedCall` would place and
+        # partition the function, and all functions that it calls, when it first
+        # runs: a tenth of the time of the first step.
+        graph = tf.compat.v1.get_default_graph()
+        graph._add_function_recursive(body)
+        signature = body.cached_definition.signature
+        results = body.function_type.flat_outputs
+        dtypes = [spec.dtype for spec in results]
+        operation = graph._create_op_internal(
+            signature.name, tensors, dtypes, name="Call", op_def=signature
+        )
+        outputs = list(operation.outputs)
+        for output, spec in zip(outputs, results, strict=True):
+            output.set_shape(spec.shape)
     else:
-        with _unoptimized_calls():
-            outputs = traced.inference_fn.call_flat(*tensors)
+        # A call in a graph takes its `config_proto` from these options.
+        thread_context = context.context()
+        before = thread_context.function_call_options
+        thread_context.function_call_options = context.FunctionCallOptions(
+            before.executor_type, _unoptimized_config()
+        )
+        try:
+            outputs = body.call_flat(*tensors)
+        finally:
+            thread_context.function_call_options = before
     return tf.nest.pack_sequence_as(traced.structured_outputs, outputs)
 
 
@@ -101,64 +121,12 @@ def _on_one_device() -> bool:
     return len(tf.config.list_logical_devices()) == 1 and not in_xla()
 
 
-def _call_as_operation(
-    function: Any, tensors: Sequence[tf.Tensor]
-) -> list[tf.Tensor]:
-    """Call a function by an operation whose type is the function's name.
-
-    TensorFlow creates one kernel for it. A `PartitionedCall` would place and
-    partition the function, and all functions that it calls, when it first runs:
-    a tenth of the time of the first step.
-
-    This relies on a graph accepting names of added functions as operation
-    types, and on all operations of the function being on the caller's device.
-    """
-    graph = tf.compat.v1.get_default_graph()
-    graph._add_function_recursive(function)
-    output_specs = function.function_type.flat_outputs
-    operation = graph._create_op_internal(
-        function.cached_definition.signature.name,
-        tensors,
-        [spec.dtype for spec in output_specs],
-        name="Call",
-        op_def=function.cached_definition.signature,
-    )
-    for tensor, spec in zip(operation.outputs, output_specs, strict=True):
-        tensor.set_shape(spec.shape)
-    return list(operation.outputs)
-
-
-def _mark_read_only_inputs(condition: tf.Operation, body: tf.Graph) -> None:
-    """Mark variables that a branch only reads: other reads need not wait."""
-    find = auto_control_deps_utils.get_read_only_resource_input_indices_graph
-    set_int_list_attr(
-        condition,
-        auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR,
-        [1 + index for index in find(body)],  # input 0 is the predicate
-    )
-
-
-@contextlib.contextmanager
-def _unoptimized_calls() -> Iterator[None]:
-    """Disable graph optimisation of functions called in this context.
+def _unoptimized_config() -> tf.compat.v1.ConfigProto:
+    """Config that disables graph optimisation of a called function.
 
     TensorFlow would optimise each function separately before its first run,
-    which takes some milliseconds and gains almost nothing. This relies on a
-    call in a graph taking its `config_proto` from `function_call_options`.
+    which takes some milliseconds and gains almost nothing.
     """
-    thread_context = context.context()
-    before = thread_context.function_call_options
-    thread_context.function_call_options = context.FunctionCallOptions(
-        before.executor_type, _unoptimized_config()
-    )
-    try:
-        yield
-    finally:
-        thread_context.function_call_options = before
-
-
-def _unoptimized_config() -> tf.compat.v1.ConfigProto:
-    """Config that disables graph optimisation of a called function."""
     config = tf.compat.v1.ConfigProto()
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     return config
@@ -201,7 +169,7 @@ def when(predicate: tf.Tensor, do: Callable[[], object]) -> list[tf.Operation]:
     graph = tf.compat.v1.get_default_graph()
     graph._add_function_recursive(function.inference_fn)
     # Keep the function: an export of the graph looks up the branch's graph.
-    graph_attribute(graph, _BRANCHES, list).append(function)
+    graph_attribute(graph, "_tfkfac_branches", list).append(function)
     one_device = _on_one_device()
     condition = tf.raw_ops.If(
         cond=predicate,
@@ -212,7 +180,13 @@ def when(predicate: tf.Tensor, do: Callable[[], object]) -> list[tf.Operation]:
         ),
         else_branch=_add_branch(f"{name}_otherwise", function, empty=True),
     )
-    _mark_read_only_inputs(condition, function.graph)
+    # Mark variables that the branch only reads: other reads need not wait.
+    find = auto_control_deps_utils.get_read_only_resource_input_indices_graph
+    set_int_list_attr(
+        condition,
+        auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR,
+        [1 + index for index in find(function.graph)],  # input 0: predicate
+    )
     condition._set_attr(
         "_lower_using_switch_merge", tf.compat.v1.AttrValue(b=not one_device)
     )

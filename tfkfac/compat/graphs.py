@@ -22,9 +22,8 @@ except ImportError:  # from Keras 3.16 on
 T = TypeVar("T")
 Moments = tuple[tf.Tensor, tf.Tensor]  # mean and variance
 Sum = Callable[[tf.Tensor], tf.Tensor]
-_VALUES = "_tfkfac_values"  # graph attribute with the values of a graph
 # Operations whose outputs share the memory of their inputs.
-_VIEWS = ("Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient")
+VIEWS = ("Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient")
 
 
 def state_variable(
@@ -91,52 +90,13 @@ def repeat(
     return not_inlined(loop)(state, *bounds)
 
 
-def map_rows(
-    function: Callable[[tf.Tensor], tf.Tensor], rows: tf.Tensor
-) -> tf.Tensor:
-    """Call `tf.map_fn` and restore the variable scope if the function raises.
-
-    For graphs only. While tracing, TensorFlow sets a caching device on the
-    default variable scope and does not reset it after an exception. A strategy
-    could then no longer enter that scope.
-    """
-    scope = tf.compat.v1.get_variable_scope()
-    before = scope.caching_device
-    try:
-        return tf.map_fn(function, rows)
-    finally:
-        scope.set_caching_device(before)
-
-
 def in_current_graph(
     tensor: tf.Tensor | tf.IndexedSlices,
 ) -> tf.Tensor | tf.IndexedSlices:
     """Return a tensor, or its identity if it is of an outer graph."""
-    if tf.executing_eagerly():
-        return tensor
-    if tensor.graph is tf.compat.v1.get_default_graph():
-        return tensor
-    return tf.identity(tensor)
-
-
-def count_scalars(
-    function: Callable[..., Any], arguments: Sequence[tf.TensorSpec]
-) -> int:
-    """Count the scalars that a function computes from its arguments.
-
-    Intermediate results count, views and tensors of unknown size do not.
-    """
-    traced = tf.function(function, autograph=False)
-    graph = traced.get_concrete_function(*arguments)
-    dependent = {x.ref() for x in graph.inputs[: len(arguments)]}
-    count = 0
-    for operation in graph.graph.get_operations():
-        if any(x.ref() in dependent for x in operation.inputs):
-            dependent.update(x.ref() for x in operation.outputs)
-            if operation.type not in _VIEWS:
-                sizes = [x.shape.num_elements() for x in operation.outputs]
-                count += sum(size or 0 for size in sizes)
-    return count
+    graph = tf.compat.v1.get_default_graph()
+    is_local = tf.executing_eagerly() or tensor.graph is graph
+    return tensor if is_local else tf.identity(tensor)
 
 
 def before_relu(tensor: tf.Tensor) -> tf.Tensor:
@@ -152,9 +112,9 @@ def is_copy(tensor: tf.Tensor, source: tf.Tensor) -> bool:
     In eager mode, True only for the same tensor.
     """
     while tensor is not source:
-        if isinstance(tensor, ops.EagerTensor):
-            return False
-        if tensor.op.type not in (*_VIEWS, "Cast", "StridedSlice"):
+        if isinstance(tensor, ops.EagerTensor) or (
+            tensor.op.type not in (*VIEWS, "Cast", "StridedSlice")
+        ):
             return False
         tensor = tensor.op.inputs[0]
     return True
@@ -204,8 +164,7 @@ def graph_attribute(graph: tf.Graph, name: str, make: Callable[[], T]) -> T:
     """Return an attribute of a graph, created by `make` on first use."""
     if not hasattr(graph, name):
         setattr(graph, name, make())
-    value: T = getattr(graph, name)
-    return value
+    return getattr(graph, name)
 
 
 def once_per_graph(key: Hashable, make: Callable[[], T]) -> T:
@@ -213,11 +172,10 @@ def once_per_graph(key: Hashable, make: Callable[[], T]) -> T:
     if tf.executing_eagerly():
         return make()
     graph = tf.compat.v1.get_default_graph()
-    values = graph_attribute(graph, _VALUES, dict)
+    values = graph_attribute(graph, "_tfkfac_values", dict)
     if key not in values:
         values[key] = make()
-    value: T = values[key]
-    return value
+    return values[key]
 
 
 def is_constant_to_tapes(op_type: str) -> bool:
@@ -293,14 +251,6 @@ def set_row(matrix: tf.Tensor, index: tf.Tensor, row: tf.Tensor) -> tf.Tensor:
     return tf.raw_ops.InplaceUpdate(x=matrix, i=[index], v=row[None])
 
 
-# Override the methods that write in both classes: a decorator of the subclass
-# `ResourceVariable` copies the methods of `BaseResourceVariable`.
-_VARIABLES = (
-    resource_variable_ops.ResourceVariable,
-    resource_variable_ops.BaseResourceVariable,
-)
-
-
 @contextlib.contextmanager
 def written_variables() -> Iterator[list[tf.Tensor]]:
     """Collect the handles of the variables that are written in this context.
@@ -332,9 +282,12 @@ def written_variables() -> Iterator[list[tf.Tensor]]:
         _append_variable(handles, variable.handle)
         return below(owner, *args, **kwargs)
 
+    # Override both classes: a decorator of the subclass `ResourceVariable`
+    # copies the methods of `BaseResourceVariable`.
+    base = resource_variable_ops.BaseResourceVariable
     writes = [
         (owner, name)
-        for owner in _VARIABLES
+        for owner in (ResourceVariable, base)
         for name in vars(owner)
         if name.startswith(("assign", "scatter_", "batch_scatter_"))
     ]

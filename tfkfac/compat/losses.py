@@ -54,14 +54,10 @@ class Reduction:
         """
         if not self.values.shape.rank and self.weights is not None:
             return tf.reduce_mean(tf.cast(self.weights, tf.float32))
-        return self._product(self.weights, self.mask)
+        return self.product(self.weights, self.mask)
 
-    def term_mask(self) -> tf.Tensor | None:
-        """Return the mask as numbers, shaped as `values`; None for 1."""
-        return self._product(self.mask)
-
-    def _product(self, *factors: tf.Tensor | None) -> tf.Tensor | None:
-        """Multiply factors that are not None, in the shape of `values`."""
+    def product(self, *factors: tf.Tensor | None) -> tf.Tensor | None:
+        """Multiply factors in the shape of `values`; None is 1."""
         present = [x for x in factors if x is not None]
         rank, shape = self.values.shape.rank, tf.shape(self.values)
         if not rank or not present:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -96,25 +96,6 @@ def kept_losses(model: keras.Model) -> Iterator[None]:
             layer._loss_ids.update(identities)
 
 
-@contextlib.contextmanager
-def without_cudnn(model: keras.Model) -> Iterator[None]:
-    """Let recurrent layers use loops instead of cuDNN kernels.
-
-    The kernels have no second derivatives. This relies on `use_cudnn` of Keras'
-    `LSTM` and `GRU`, which each call reads.
-    """
-    kinds = keras.layers.LSTM, keras.layers.GRU
-    layers = [x for x in all_layers(model) if isinstance(x, kinds)]
-    saved = [layer.use_cudnn for layer in layers]
-    try:
-        for layer in layers:
-            layer.use_cudnn = False
-        yield
-    finally:
-        for layer, value in zip(layers, saved, strict=True):
-            layer.use_cudnn = value
-
-
 def loss_layers(model: keras.Model, scope: keras.StatelessScope) -> list[str]:
     """Return names of layers that added losses in a scope, by `_loss_ids`."""
     identities = {id(loss) for loss in scope.losses}
@@ -124,17 +105,6 @@ def loss_layers(model: keras.Model, scope: keras.StatelessScope) -> list[str]:
 def compiled_loss(model: keras.Model) -> Any:
     """Return `_compile_loss` of a model, a new object for each `compile`."""
     return model._compile_loss
-
-
-def has_free_batch_axis(model: keras.Model) -> bool:
-    """True if a model is functional and accepts and returns any batch size."""
-    inputs = getattr(model, "inputs", None)
-    if not inputs:
-        return False
-    return all(
-        x.shape is not None and len(x.shape) > 0 and x.shape[0] is None
-        for x in keras.tree.flatten([inputs, model.outputs])
-    )
 
 
 def has_keras_call(layer: keras.layers.Layer) -> bool:
@@ -172,17 +142,6 @@ def loss_takes_training(model: keras.Model) -> bool:
     method of the class and not from an override.
     """
     return bool(model._compute_loss_has_training_arg)
-
-
-def changing_variables(model: keras.Model) -> list[keras.Variable]:
-    """Return moving statistics and random seeds, without frozen weights."""
-    frozen = {
-        id(variable)
-        for layer in all_layers(model)
-        if not layer.trainable
-        for variable in layer.weights
-    }
-    return [v for v in model.non_trainable_variables if id(v) not in frozen]
 
 
 def replica_variable(variable: keras.Variable) -> tf.Variable:
@@ -261,35 +220,32 @@ def wrap_compiled_steps(
     """
 
     def make(below: Below, *args: Any, **kwargs: Any) -> Any:
-        def convert(below: Below, step: Below) -> Any:
-            return below(functools.partial(wrapper, step))
-
-        with overridden(model, "_autoconvert_optionals", convert):
+        with overridden(
+            model,
+            "_autoconvert_optionals",
+            lambda below, step: below(functools.partial(wrapper, step)),
+        ):
             return below(*args, **kwargs)
 
     return override(model, "make_train_function", make)
 
 
-def swap_averages_of(
+def override_averages(
     callback: keras.callbacks.SwapEMAWeights,
-    choose: Callable[[keras.optimizers.Optimizer], Sequence[Any]],
+    wrapper: Callable[[Below, keras.optimizers.Optimizer], None],
 ) -> None:
-    """Make `SwapEMAWeights` swap the averages of `choose(optimizer)`.
+    """Override how `SwapEMAWeights` swaps or keeps an optimizer's averages.
 
-    Repeated calls for a callback have no effect. This relies on
-    `_tf_swap_variables` and `_tf_finalize_ema_values`, which process the
-    variables of the optimizer that is their argument.
+    The wrapper is called as `wrapper(below, optimizer)`. Repeated calls for a
+    callback have no effect. This relies on `_tf_swap_variables` and
+    `_tf_finalize_ema_values`, which process the variables of the optimizer that
+    is their argument.
     """
-
-    def for_all(below: Callable[[Any], None], optimizer: Any) -> None:
-        for chosen in choose(optimizer):
-            below(chosen)
-
     names = "_tf_swap_variables", "_tf_finalize_ema_values"
     keep_on(
         callback,
         "_tfkfac_averages",
-        lambda: [override(callback, name, for_all) for name in names],
+        lambda: [override(callback, name, wrapper) for name in names],
     )
 
 

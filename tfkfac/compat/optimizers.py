@@ -23,9 +23,6 @@ if TYPE_CHECKING:
         def build(self, variables: list[keras.Variable]) -> None:
             """See `keras.Optimizer.build`."""
 
-        def save_own_variables(self, store: Any) -> None:
-            """See `keras.Optimizer.save_own_variables`."""
-
         def apply_gradients(self, grads_and_vars: Any) -> Any:
             """See `keras.Optimizer.apply_gradients`."""
 
@@ -43,26 +40,23 @@ else:
         def _trackable_children(
             self, save_type: str = "checkpoint", **kwargs: Any
         ) -> dict[str, Any]:
+            excluded: Any = ()
+            if save_type == "savedmodel":
+                excluded = tf.train.experimental.PythonState
             children = super()._trackable_children(save_type, **kwargs)
-            if save_type != "savedmodel":
-                return children
-            state = tf.train.experimental.PythonState
             return {
-                name: child
-                for name, child in children.items()
-                if not isinstance(child, state)
+                k: v for k, v in children.items() if not isinstance(v, excluded)
             }
 
 
 def named_optimizer(identifier: Any) -> Any:
     """Create an optimizer from a custom name; return other identifiers."""
-    if not isinstance(identifier, str):
-        return identifier
-    # Keras accepts only the names of its own optimizers from 3.16 on.
-    custom = keras.saving.get_custom_objects().get(identifier)
-    is_class = isinstance(custom, type)
-    if is_class and issubclass(custom, keras.optimizers.Optimizer):
-        return custom()
+    if isinstance(identifier, str):
+        # Keras accepts only the names of its own optimizers from 3.16 on.
+        custom = keras.saving.get_custom_objects().get(identifier)
+        base = keras.optimizers.Optimizer
+        if isinstance(custom, type) and issubclass(custom, base):
+            return custom()
     return identifier
 
 
@@ -192,30 +186,6 @@ def on_overflow(
     )
 
 
-def build_once(
-    scaler: keras.optimizers.LossScaleOptimizer,
-    variables: Sequence[keras.Variable],
-) -> None:
-    """Build a `LossScaleOptimizer` and ignore later calls of its `build`.
-
-    `build` creates a new scale and counter in each call, and Keras calls it
-    again when it loads a model.
-    """
-
-    def build(below: Below, *args: Any, **kwargs: Any) -> None:
-        if not scaler.built:
-            below(*args, **kwargs)
-
-    keep_on(
-        scaler, "_tfkfac_build_once", lambda: override(scaler, "build", build)
-    )
-    scaler.build(variables)
-
-
-# Dtypes for which TensorFlow has SGD kernels on CPUs and on all GPUs.
-_SGD_DTYPES = (tf.float32, tf.float64)
-
-
 @contextlib.contextmanager
 def updates_in_replica(
     inner: keras.optimizers.Optimizer, after: Callable[[], None] | None = None
@@ -270,43 +240,29 @@ def updates_in_replica(
         for variable, average in zip(variables, averages, strict=True):
             variable.assign(average)
 
-    def overwrite_if_due(_: Any, variables: Sequence[keras.Variable]) -> None:
-        BaseOptimizer._backend_maybe_overwrite_model_variables(inner, variables)
-
-    def decay(_: Any, variables: Sequence[keras.Variable]) -> None:
-        BaseOptimizer._apply_weight_decay(inner, variables)
-
     def count(_: Any, delta: Any) -> None:
         replica_value = replica_copy(iterations.value)
         replica_value.assign_add(tf.cast(delta, replica_value.dtype))
 
-    overwrite_hook = "_backend_maybe_overwrite_model_variables"
     with contextlib.ExitStack() as stack:
-        if hasattr(inner, overwrite_hook):
-            stack.enter_context(
-                overridden(inner, overwrite_hook, overwrite_if_due)
-            )
+        for name in (
+            "_apply_weight_decay",
+            "_backend_maybe_overwrite_model_variables",
+        ):
+            if base := getattr(BaseOptimizer, name, None):
+                stack.enter_context(
+                    overridden(
+                        inner, name, lambda _, v, base=base: base(inner, v)
+                    )
+                )
         for owner, name, function in (
             (inner, "_backend_update_step", update_step),
             (inner, "_backend_increment_gradient_accumulators", accumulate),
             (inner, "_overwrite_model_variables_with_average_value", overwrite),
-            (inner, "_apply_weight_decay", decay),
             (iterations, "assign_add", count),
         ):
             stack.enter_context(overridden(owner, name, function))
         yield
-
-
-def apply_or_count(
-    optimizer: keras.optimizers.Optimizer,
-    pairs: Sequence[tuple[tf.Tensor | None, keras.Variable]],
-) -> None:
-    """Apply gradients, or only count the step if all are None."""
-    if all(gradient is None for gradient, _ in pairs):
-        raw_iterations(optimizer).assign_add(1)
-        return
-    gradients, variables = zip(*pairs, strict=True)
-    optimizer.apply(list(map(merge_rows, gradients)), variables)
 
 
 def merge_rows(gradient: Any) -> Any:
@@ -338,7 +294,9 @@ def update_variable(
     makes one pass and computes the same bits.
     """
     copy = replica_copy(variable.value)
-    is_sgd = type(inner) is keras.optimizers.SGD and copy.dtype in _SGD_DTYPES
+    # TensorFlow has kernels for these dtypes on CPUs and on all GPUs.
+    has_kernel = copy.dtype in (tf.float32, tf.float64)
+    is_sgd = type(inner) is keras.optimizers.SGD and has_kernel
     if not is_sgd or not isinstance(gradient, tf.Tensor):
         inner.update_step(gradient, variable, learning_rate)
         return

@@ -36,29 +36,15 @@ _MISSING = object()
 _lock = threading.RLock()
 
 
-@dataclasses.dataclass(eq=False)
-class Override:
-    """Override of an attribute; `thread` is None for all threads."""
-
-    stack: "_Stack"
-    wrapper: Wrapper
-    thread: int | None
-
-    def remove(self) -> None:
-        """Remove this override only; no-op if it is removed already."""
-        self.stack.remove(self)
-
-
 class _Stack:
     """Overrides of an attribute of an object; the last is called first."""
 
     def __init__(self, instance: Any, name: str) -> None:
-        self._instance = instance
-        self._name = name
-        self._before = vars(instance).get(name, _MISSING)
-        self._original = getattr(instance, name)
-        self._overrides: tuple[Override, ...] = ()
-        original = self._original
+        self.instance = instance
+        self.name = name
+        self.before = vars(instance).get(name, _MISSING)
+        self.overrides: tuple[Override, ...] = ()
+        original = getattr(instance, name)
         # An activation may be a layer; do not copy its `__dict__`.
         updated = ("__dict__",) if inspect.isroutine(original) else ()
 
@@ -66,44 +52,42 @@ class _Stack:
         def dispatch(*args: Any, **kwargs: Any) -> Any:
             thread = threading.get_ident()
             function = original
-            for override in self._overrides:
+            for override in self.overrides:
                 if override.thread in (None, thread):
                     function = functools.partial(override.wrapper, function)
             return function(*args, **kwargs)
 
         setattr(dispatch, _STACK, self)
-        self._function = dispatch
+        self.function = dispatch
         _set_untracked(instance, name, dispatch)
 
-    @classmethod
-    def add(
-        cls, instance: Any, name: str, wrapper: Wrapper, thread: int | None
-    ) -> Override:
-        """Add an override as the outermost of an attribute."""
-        with _lock:
-            function = vars(instance).get(name)
-            stack = getattr(function, _STACK, None)
-            # Ignore a `_STACK` that `functools.wraps` in user code has copied.
-            if not isinstance(stack, cls) or stack._function is not function:
-                stack = cls(instance, name)
-            override = Override(stack, wrapper, thread)
-            stack._overrides = (*stack._overrides, override)
-            return override
 
-    def remove(self, override: Override) -> None:
-        """Remove an override; the last removal restores the attribute."""
+@dataclasses.dataclass(eq=False)
+class Override:
+    """Override of an attribute; `thread` is None for all threads."""
+
+    stack: _Stack
+    wrapper: Wrapper
+    thread: int | None
+
+    def remove(self) -> None:
+        """Remove this override only; the last removal restores the attribute.
+
+        No-op if the override is removed already.
+        """
+        stack = self.stack
         with _lock:
-            before = self._overrides
-            self._overrides = tuple(x for x in before if x is not override)
+            before = stack.overrides
+            stack.overrides = tuple(x for x in before if x is not self)
             # Keep a dispatcher that user code has replaced and may still call;
             # without overrides it calls the original function.
-            is_current = vars(self._instance).get(self._name) is self._function
-            if self._overrides or not before or not is_current:
+            current = vars(stack.instance).get(stack.name)
+            if stack.overrides or not before or current is not stack.function:
                 return
-            if self._before is _MISSING:
-                object.__delattr__(self._instance, self._name)
+            if stack.before is _MISSING:
+                object.__delattr__(stack.instance, stack.name)
             else:
-                _set_untracked(self._instance, self._name, self._before)
+                _set_untracked(stack.instance, stack.name, stack.before)
 
 
 def _set_untracked(instance: Any, name: str, value: Any) -> None:
@@ -112,19 +96,29 @@ def _set_untracked(instance: Any, name: str, value: Any) -> None:
     owner.__setattr__(instance, name, value)
 
 
-def override(instance: Any, name: str, wrapper: Wrapper) -> Override:
-    """Override a callable attribute of one object.
+def override(
+    instance: Any, name: str, wrapper: Wrapper, thread: int | None = None
+) -> Override:
+    """Override a callable attribute of one object, in one or all threads.
 
     The wrapper is called as `wrapper(below, *args, **kwargs)`, where `below` is
     the overridden function.
     """
-    return _Stack.add(instance, name, wrapper, None)
+    with _lock:
+        function = vars(instance).get(name)
+        stack = getattr(function, _STACK, None)
+        # Ignore a `_STACK` that `functools.wraps` in user code has copied.
+        if not isinstance(stack, _Stack) or stack.function is not function:
+            stack = _Stack(instance, name)
+        added = Override(stack, wrapper, thread)
+        stack.overrides = (*stack.overrides, added)
+        return added
 
 
 @contextlib.contextmanager
 def overridden(instance: Any, name: str, wrapper: Wrapper) -> Iterator[None]:
     """Context: `override` for this thread; threads may leave in any order."""
-    temporary = _Stack.add(instance, name, wrapper, threading.get_ident())
+    temporary = override(instance, name, wrapper, threading.get_ident())
     try:
         yield
     finally:

@@ -34,8 +34,7 @@ def call_unconverted(function: _FunctionT) -> _FunctionT:
     `do_not_convert` would also exclude the functions of the user that the
     function calls. This relies on `autograph_artifact`.
     """
-    marked: _FunctionT = api.autograph_artifact(function)
-    return marked
+    return api.autograph_artifact(function)
 
 
 def repair(strategy: _StrategyT) -> _StrategyT:
@@ -52,8 +51,11 @@ def repair(strategy: _StrategyT) -> _StrategyT:
     """
     if isinstance(strategy, _MIRRORED) and not is_repaired(strategy):
         strategy.reduce = functools.partial(_reduce, strategy, strategy.reduce)
-        strategy.experimental_distribute_dataset = functools.partial(
-            _distribute_dataset, strategy.experimental_distribute_dataset
+        distribute = strategy.experimental_distribute_dataset
+        strategy.experimental_distribute_dataset = (
+            lambda dataset, options=None: distribute(
+                copy_generated(dataset), options
+            )
         )
         handler = signal.getsignal(signal.SIGTERM)
         is_main_thread = threading.current_thread() is threading.main_thread()
@@ -125,23 +127,13 @@ def _reduce(
     axis: int | None = None,
 ) -> Any:
     """Reduce a structure of per-replica values, each to a single value."""
-
-    def reduce_leaf(leaf: Any) -> Any:
+    reduced = []
+    for leaf in tf.nest.flatten(value):
         local, *_ = strategy.experimental_local_results(leaf)
         is_scalar = tf.TensorShape(getattr(local, "shape", ())).rank == 0
-        return original(reduce_op, leaf, axis=None if is_scalar else axis)
-
-    return tf.nest.map_structure(reduce_leaf, value)
-
-
-def _distribute_dataset(
-    distribute: Callable[..., Any],
-    dataset: Any,
-    options: tf.distribute.InputOptions | None = None,
-) -> Any:
-    if isinstance(dataset, tf.data.Dataset):
-        dataset = copy_generated(dataset)
-    return distribute(dataset, options)
+        leaf_axis = None if is_scalar else axis
+        reduced.append(original(reduce_op, leaf, axis=leaf_axis))
+    return tf.nest.pack_sequence_as(value, reduced)
 
 
 @contextlib.contextmanager
@@ -151,11 +143,8 @@ def summing_replicas(total: Sum) -> Iterator[None]:
     The original is illegal inside a `tf.cond`. This relies on the gradient of
     `all_reduce` calling the method `all_reduce`.
     """
-    owner = next(
-        c
-        for c in tf.distribute.ReplicaContext.__mro__
-        if _ALL_REDUCE in vars(c)
-    )
+    classes = tf.distribute.ReplicaContext.__mro__
+    owner = next(c for c in classes if _ALL_REDUCE in vars(c))
 
     def all_reduce(
         _: Any,

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.compat.graphs import Sum
-from tfkfac.compat.models import all_layers, has_free_batch_axis, has_keras_call
+from tfkfac.compat.models import all_layers, has_keras_call
 from tfkfac.compat.overrides import keep_on
 from tfkfac.curvature.gauss_newton import (
     Direction,
@@ -105,7 +105,10 @@ def takes_any_batch(model: keras.Model, call: ForwardCall) -> bool:
     A custom layer may contain the batch size as a constant. If the model has
     custom layers, the call is traced with another batch size.
     """
-    if not has_free_batch_axis(model):
+    if not getattr(model, "inputs", None):  # not functional
+        return False
+    ends = keras.tree.flatten([model.inputs, model.outputs])
+    if not all(x.shape and x.shape[0] is None for x in ends):
         return False
     if all(map(has_keras_call, all_layers(model))):
         return True

@@ -9,7 +9,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.checks import check_count
-from tfkfac.compat.graphs import map_rows
 from tfkfac.compat.models import compiled_loss, loss_takes_training
 from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.linalg.lanczos import (
@@ -238,7 +237,15 @@ def _compiled_product(model: keras.Model) -> Callable[..., tf.Tensor]:
         )
         if rows.shape[0] == 1:
             return product(rows[0])[None]
-        return map_rows(product, rows)
+        # While tracing, `tf.map_fn` sets a caching device on the default
+        # variable scope, and does not reset it after an exception. A strategy
+        # could then no longer enter that scope.
+        scope = tf.compat.v1.get_variable_scope()
+        before = scope.caching_device
+        try:
+            return tf.map_fn(product, rows)
+        finally:
+            scope.set_caching_device(before)
 
     _products[model] = (key, products)
     return products

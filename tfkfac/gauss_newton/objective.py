@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfkfac.capture.model_taps import ForwardCall, ForwardTap, paused
 from tfkfac.capture.walk import needs_loop
-from tfkfac.compat.graphs import count_scalars
+from tfkfac.compat.graphs import VIEWS
 from tfkfac.compat.losses import logits_of
 from tfkfac.curvature.gauss_newton import Reading
 from tfkfac.curvature.hessian import dense, tape
@@ -256,7 +256,10 @@ def flat_output(output: tf.Tensor, loss_input: LossInput) -> tf.Tensor:
 
 
 def activations(model: keras.Model, rows: Rows) -> int:
-    """Number of scalars that a forward pass computes per example."""
+    """Count the scalars that a forward pass computes per example.
+
+    Intermediate results count, views and tensors of unknown size do not.
+    """
     if needs_loop(model):  # the loop stores the scalars of a few examples only
         return 0
 
@@ -267,7 +270,16 @@ def activations(model: keras.Model, rows: Rows) -> int:
             return rows.outputs(points)
 
     specs = [tf.TensorSpec((1, *x.shape[1:]), x.dtype) for x in rows.points]
-    return count_scalars(forward, specs)
+    traced = tf.function(forward, autograph=False).get_concrete_function(*specs)
+    dependent = {x.ref() for x in traced.inputs[: len(specs)]}
+    count = 0
+    for operation in traced.graph.get_operations():
+        if any(x.ref() in dependent for x in operation.inputs):
+            dependent.update(x.ref() for x in operation.outputs)
+            if operation.type not in VIEWS:
+                sizes = [x.shape.num_elements() for x in operation.outputs]
+                count += sum(size or 0 for size in sizes)
+    return count
 
 
 def flat(rows: tf.Tensor) -> tf.Tensor:

@@ -259,7 +259,8 @@ def _weight_sums(terms: LossTerms) -> tf.Tensor | None:
     # This mean does not change if all weights are multiplied by a constant.
     if reduction.kind == "mean_with_sample_weight":
         return None
-    weights, mask = reduction.term_weights(), reduction.term_mask()
+    weights = reduction.term_weights()
+    mask = reduction.product(reduction.mask)
     assert weights is not None
     count = tf.cast(tf.size(weights), tf.float64)
     if mask is not None:

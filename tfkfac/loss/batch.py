@@ -28,7 +28,6 @@ from tfkfac.compat.models import (
     input_specs,
     kept_losses,
     loss_layers,
-    without_cudnn,
 )
 from tfkfac.loss.shares import LossMeasure, weigh
 from tfkfac.loss.terms import LossTerms, check_labels, mean_over, read_terms
@@ -180,9 +179,14 @@ def stateless(
     with (
         paused(),
         kept_losses(model),
-        without_cudnn(model),
+        contextlib.ExitStack() as stack,
         keras.StatelessScope(mapping, collect_losses=True) as scope,
     ):
+        for layer in all_layers(model):
+            if isinstance(layer, keras.layers.LSTM | keras.layers.GRU):
+                # Each call of the layer reads this attribute.
+                stack.callback(setattr, layer, "use_cudnn", layer.use_cudnn)
+                layer.use_cudnn = False
         yield scope
 
 

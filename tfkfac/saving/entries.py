@@ -186,12 +186,10 @@ class Piece(NamedTuple):
     @classmethod
     def from_entry(cls, entry: Entry) -> "Piece":
         """Return the piece of an entry on this replica."""
-        shape = tuple(entry.variable.shape)
-        if entry.region is None:
-            shape = entry.shape
-        dtype = tf.as_dtype(entry.variable.dtype).name
-        stacked = entry.spread.is_stacked
-        return cls(entry.key, shape, dtype, stacked, entry.region)
+        variable, region = entry.variable, entry.region
+        shape = entry.shape if region is None else tuple(variable.shape)
+        dtype = tf.as_dtype(variable.dtype).name
+        return cls(entry.key, shape, dtype, entry.spread.is_stacked, region)
 
 
 # Pieces of all replicas, by rank and by the name of the entry in a file.

@@ -31,8 +31,6 @@ _FORMAT_KEY = f"{FORMAT_SECTION}:version:"
 _KEY = re.compile(r"[^:]+:[^:]+:.*", re.DOTALL)
 # Groups: a name, and the number that Keras appends to an automatic name.
 _NAME = re.compile(r"(.*?)(?:_(\d+))?", re.DOTALL)
-# Entries by (layer path, section), then by name.
-Named = dict[tuple[str, str], dict[str, Any]]
 
 
 def save_state(
@@ -113,7 +111,8 @@ class Saved:
 
     def __init__(self, store: Mapping[str, Any]) -> None:
         self._store = store
-        self._keys: Named = {}
+        # Keys by (layer path, section), then by name.
+        self._keys: dict[tuple[str, str], dict[str, Any]] = {}
         for key in store.keys():  # noqa: SIM118 (a store is no real mapping)
             layer, section, name = split_key(key)
             self._keys.setdefault((layer, section), {})[name] = key

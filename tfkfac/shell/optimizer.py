@@ -3,7 +3,6 @@
 import collections
 import copy
 import dataclasses
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -282,10 +281,10 @@ class SecondOrderOptimizer(ScheduledOptimizer):
             return
         inner = self.inner_optimizer
         keys = {variable_key(inner, v) for v in self.method.covered()}
-        is_covered = [variable_key(inner, v) in keys for v in variables]
-        uncovered = [not covered for covered in is_covered]
-        self.rest_optimizer.build([*itertools.compress(variables, uncovered)])
-        inner.build([*itertools.compress(variables, is_covered)])
+        covered = [v for v in variables if variable_key(inner, v) in keys]
+        others = [v for v in variables if variable_key(inner, v) not in keys]
+        self.rest_optimizer.build(others)
+        inner.build(covered)
 
     def build_in_scope(self, variables: Sequence[keras.Variable]) -> None:
         """Build the optimizer in its name scope, as Keras' `apply` does."""

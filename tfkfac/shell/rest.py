@@ -26,25 +26,21 @@ LENGTH = 0.01
 class ProportionalRate(LearningRateSchedule):
     """Learning rate proportional to the rate of another optimizer.
 
-    `peak * rate / reference` for the `rate` of the followed optimizer; `peak`
-    before `follow` is called.
+    `peak * rate / reference` for the `rate` of the optimizer `followed`; `peak`
+    while that is None.
     """
 
     def __init__(self, peak: float, reference: float) -> None:
         super().__init__()
         self.peak = peak
         self.reference = reference
-        self._followed: keras.optimizers.Optimizer | None = None
-
-    def follow(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Follow the learning rate of an optimizer."""
-        self._followed = optimizer
+        self.followed: keras.optimizers.Optimizer | None = None
 
     def __call__(self, step: tf.Tensor) -> tf.Tensor:
         """Return the learning rate of the current step, float32."""
-        if self._followed is None:
+        if self.followed is None:
             return tf.constant(self.peak)
-        rate = tf.cast(self._followed.learning_rate, tf.float32)
+        rate = tf.cast(self.followed.learning_rate, tf.float32)
         return self.peak * (rate / self.reference)
 
     def get_config(self) -> dict[str, Any]:
@@ -121,7 +117,7 @@ def choose_rest(
         )
     rate = rate_of(rest)
     if isinstance(rate, ProportionalRate):  # from a default or a config
-        rate.follow(inner)
+        rate.followed = inner
     return rest
 
 

@@ -99,24 +99,6 @@ class SavedState(tf.train.experimental.PythonState):
         state = gather_state(self._entries(), self._job)
         self._gathered = self._fingerprint(self._job), state
 
-    def _is_gathered(self, job: Job) -> bool:
-        """Return True if worker 0 has the state; gather it if all save."""
-        fingerprint = self._fingerprint(job)
-        if self._gathered is not None and self._gathered[0] == fingerprint:
-            return True
-        if self._saves_alone:  # do not wait again
-            return False
-        group = job.among_processes("saving")
-        # Compare only the iterations: other counters may differ by worker.
-        steps = str(fingerprint[0])
-        self._num_attempts += 1
-        attempt = f"attempt {self._num_attempts}"
-        if not group.all_come(attempt, steps, PATIENCE):
-            self._saves_alone = True
-            return False
-        self.gather()
-        return True
-
     def save(self, store: MutableMapping[str, Any]) -> None:
         """Write the state into a Keras store, or warn that it is incomplete."""
         job = self._job
@@ -125,7 +107,21 @@ class SavedState(tf.train.experimental.PythonState):
         entries, replicas = self._entries(), job.topology.replicas
         if job.topology.processes == 1:
             save_state(store, entries, replicas)
-        elif not self._is_gathered(job):
+            return
+        fingerprint = self._fingerprint(job)
+        is_gathered = self._gathered and self._gathered[0] == fingerprint
+        if not is_gathered and not self._saves_alone:
+            # Gather now if all workers save. Compare only the iterations: other
+            # counters may differ by worker.
+            self._num_attempts += 1
+            is_gathered = job.among_processes("saving").all_come(
+                f"attempt {self._num_attempts}", str(fingerprint[0]), PATIENCE
+            )
+            if is_gathered:
+                self.gather()
+            else:
+                self._saves_alone = True  # do not wait again
+        if not is_gathered:
             warnings.warn(
                 f"Optimizer '{self._name}' saves no curvature: each worker has "
                 "a part of it, and it has not been gathered since the last "
@@ -171,10 +167,7 @@ class SavedState(tf.train.experimental.PythonState):
 
     def _entries(self) -> dict[int, list[Entry]]:
         """Return the entries to save of each local replica, by rank."""
-        return {
-            rank: contents.entries
-            for rank, contents in self._contents().items()
-        }
+        return {r: c.entries for r, c in self._contents().items()}
 
     def _contents(self) -> dict[int, Contents]:
         """Return the state to save of each local replica, by rank."""
@@ -194,28 +187,24 @@ class SavedState(tf.train.experimental.PythonState):
             ]
         # The number in the name makes `load` reject another number of seeds.
         section = f"{len(seeds)} seed generators"
+        least = -math.inf
         for index, rank in enumerate(job.topology.local):
             contents = self._method.contents(rank)
-            contents.entries[:0] = [
+            entries = [
                 Entry("", "skipped_steps", job.skipped[index]),
                 *self._plan.entries(),
+                *contents.entries,
             ]
-            if seeds:
-                resets = {**contents.optional_sections, section: lambda: None}
-                contents = dataclasses.replace(
-                    contents, optional_sections=resets
+            resets = dict(contents.optional_sections)
+            for i, seed in enumerate(seeds):
+                name, state = f"state_{i}", seed[index]
+                entries.append(
+                    Entry("", name, state, section=section, least=least)
                 )
-            contents.entries.extend(
-                Entry(
-                    "",
-                    f"state_{i}",
-                    seed[index],
-                    section=section,
-                    least=-math.inf,
-                )
-                for i, seed in enumerate(seeds)
+                resets[section] = lambda: None
+            result[rank] = dataclasses.replace(
+                contents, entries=entries, optional_sections=resets
             )
-            result[rank] = contents
         return result
 
     def _fingerprint(self, job: Job) -> list[int]:
@@ -329,8 +318,6 @@ def wrapped_entries(job: Job) -> list[Entry]:
 
 # ------------------------------------------------ the state of all workers
 _CHIEF = 0
-# (rank of a replica, name of an entry in a file)
-Key = tuple[int, str]
 
 
 def gather_state(
@@ -362,7 +349,7 @@ def gather_state(
                 restored[key] = piece
     needed = ranks_to_join(pieces)
     keys = [(rank, key) for key, ranks in needed.items() for rank in ranks]
-    values: dict[Key, np.ndarray] = {}
+    values: dict[tuple[int, str], np.ndarray] = {}
     with tf.init_scope(), tf.device("CPU:0"):
         for sender in range(_CHIEF + 1, job.topology.processes):
             sent = [k for k in keys if job.topology.process_of(k[0]) == sender]

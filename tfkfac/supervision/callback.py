@@ -140,7 +140,6 @@ class Supervision(keras.callbacks.Callback):
             # maximum, not the sum.
             for counts in exchange(self._events, group):
                 self._events |= collections.Counter(counts)
-        if not self._is_alone:
             comparison.compare_bits(self._optimizer)
             if "epoch" in self._frequencies:
                 self._optimizer.gather_state()

@@ -21,11 +21,10 @@ from tfkfac.cluster.watch import find_detector
 from tfkfac.compat.models import (
     Arguments,
     Callbacks,
-    swap_averages_of,
+    override_averages,
     wrap_compiled_steps,
     wrap_fit,
 )
-from tfkfac.compat.optimizers import build_once
 from tfkfac.compat.overrides import (
     Below,
     Override,
@@ -72,9 +71,20 @@ def supervise(model: keras.Model) -> None:
             # Build now: building in the first step would cause a retrace.
             optimizer.build_in_scope(model.trainable_variables)
             if scaler is not None:
+                # Keras calls `build` again when it loads a model, which would
+                # create a new scale and counter.
+                keep_on(
+                    scaler,
+                    "_tfkfac_build_once",
+                    lambda: override(
+                        scaler,
+                        "build",
+                        lambda f, *x, **k: scaler.built or f(*x, **k),
+                    ),
+                )
                 # Only a built optimizer can load its variables from files.
                 with model.distribute_strategy.scope():
-                    build_once(scaler, model.trainable_variables)
+                    scaler.build(model.trainable_variables)
     overrides = _supervise(model, optimizer) + build_from_specs(model)
     if optimizer is not None:
         if uses_xla(model):
@@ -164,14 +174,16 @@ def _supervise(
 def _swap_averages(callbacks: Callbacks, _: Arguments) -> Iterator[Callbacks]:
     """Make `SwapEMAWeights` swap the weights of all wrapped optimizers."""
 
-    def choose(
+    def swap(
         callback: keras.callbacks.Callback,
+        below: Below,
         optimizer: keras.optimizers.Optimizer,
-    ) -> list[keras.optimizers.Optimizer]:
+    ) -> None:
         owner = find_optimizer(callback.model.optimizer)
-        return [optimizer] if owner is None else owner.averaging_optimizers
+        for x in [optimizer] if owner is None else owner.averaging_optimizers:
+            below(x)
 
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.SwapEMAWeights):
-            swap_averages_of(callback, functools.partial(choose, callback))
+            override_averages(callback, functools.partial(swap, callback))
     yield callbacks

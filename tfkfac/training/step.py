@@ -12,8 +12,9 @@ from tfkfac.capture.model_taps import Values, restore
 from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import in_current_graph
 from tfkfac.compat.optimizers import (
-    apply_or_count,
     knows_variable,
+    merge_rows,
+    raw_iterations,
     updates_in_replica,
     variable_key,
 )
@@ -240,7 +241,11 @@ class Step:
                 tasks = [(rest, uncovered, None), (inner, covered, after)]
             for optimizer, optimizer_pairs, callback in tasks:
                 with updates_in_replica(optimizer, callback):
-                    apply_or_count(optimizer, optimizer_pairs)
+                    if all(g is None for g, _ in optimizer_pairs):
+                        raw_iterations(optimizer).assign_add(1)
+                        continue
+                    grads, variables = zip(*optimizer_pairs, strict=True)
+                    optimizer.apply([merge_rows(g) for g in grads], variables)
             self._streak.end()
 
         when(self.finite, update)
