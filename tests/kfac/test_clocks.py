@@ -276,13 +276,11 @@ def due_steps(
     @tf.function
     def due(clock: tf.Tensor) -> tf.Tensor:
         interval = inverse(clock) if callable(inverse) else inverse
-        return tf.stack(
-            find_due_groups(
-                groups,
-                tf.cast(interval, tf.int64),
-                tf.constant(factor, tf.int64),
-                clock,
-            )
+        return find_due_groups(
+            groups,
+            tf.cast(interval, tf.int64),
+            tf.constant(factor, tf.int64),
+            clock,
         )
 
     table = np.array([due(tf.constant(i, tf.int64)) for i in range(steps)])

@@ -138,15 +138,6 @@ class Plan:
         plan = self.layers[layer]
         return tuple(sorted({plan.owners[factor], *plan.gradient_workers}))
 
-    def gradient_groups(self, layer: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Pairs of a sending gradient worker and its broadcast group."""
-        receivers_by_sender = self.layers[layer].receivers
-        return [
-            (worker, tuple(sorted((worker, *receivers))))
-            for worker, receivers in receivers_by_sender.items()
-            if receivers
-        ]
-
 
 def plan_layers(
     shapes: Sequence[Shapes],
@@ -184,76 +175,42 @@ def plan_layers(
         {name: cost(factor, policy) for name, factor in layer.items()}
         for layer in shapes
     ]
+    owners: list[dict[str, int]]
     if settings.reduces_factors and count == workers and not whole_layers:
-        owners = _assign_factors(work, workers, policy)
-    else:
-        owners = _assign_layers(work, workers, policy)
-    # Share one tuple among the layers of a column, to save memory.
-    width = workers // count
-    columns = {
-        column: tuple(range(column, workers, width))
-        for column in {worker % width for worker, _ in owners}
-    }
-    receivers = {
-        column: _receivers(members, width)
-        for column, members in columns.items()
-    }
-    return tuple(
-        LayerPlan(layer, columns[worker % width], receivers[worker % width])
-        for worker, layer in owners
-    )
-
-
-# Per layer: a worker in the layer's column, and the owner of each factor.
-_Owners = list[tuple[int, dict[str, int]]]
-
-
-def _assign_layers(
-    work: Sequence[Mapping[str, int]],
-    workers: int,
-    policy: str,
-) -> _Owners:
-    """Assign all factors of a layer to the same worker.
-
-    Round robin counts layers with one factor (normalisation) and with two
-    separately: they often alternate, and the first of two workers would own all
-    large factors.
-    """
-    if policy == "round_robin":
+        # Assign single factors; the grid has one column with all workers.
+        costs = [c for layer in work for c in layer.values()]
+        assigned = iter(assign(costs, workers, policy))
+        owners = [{name: next(assigned) for name in layer} for layer in work]
+    elif policy == "round_robin":
+        # Count layers with one factor (normalisation) and with two separately:
+        # they often alternate, and the first of two workers would own all large
+        # factors.
         counts: collections.Counter[int] = collections.Counter()
         owners = []
         for layer in work:
-            owners.append(counts[len(layer)] % workers)
+            owners.append(dict.fromkeys(layer, counts[len(layer)] % workers))
             counts[len(layer)] += 1
     else:
-        costs = [sum(w.values()) for w in work]
-        owners = [*assign(costs, workers, policy)]
-    return [
-        (worker, dict.fromkeys(layer, worker))
-        for worker, layer in zip(owners, work, strict=True)
-    ]
-
-
-def _assign_factors(
-    work: Sequence[Mapping[str, int]],
-    workers: int,
-    policy: str,
-) -> _Owners:
-    """Assign single factors; the grid has one column with all workers."""
-    costs = [c for w in work for c in w.values()]
-    owners = iter(assign(costs, workers, policy))
-    return [(0, {name: next(owners) for name in layer}) for layer in work]
-
-
-def _receivers(column: Sequence[int], width: int) -> dict[int, tuple[int, ...]]:
-    """Map each worker of a column to the other workers in its row."""
-    rows = {worker: worker // width * width for worker in column}
-    return {
-        worker: tuple(
-            other for other in range(start, start + width) if other != worker
-        )
-        for worker, start in rows.items()
+        costs = [sum(layer.values()) for layer in work]
+        tasks = zip(work, assign(costs, workers, policy), strict=True)
+        owners = [dict.fromkeys(layer, worker) for layer, worker in tasks]
+    # Share the tuples among the layers of a column, to save memory.
+    width = workers // count
+    by_column = [min(layer.values(), default=0) % width for layer in owners]
+    columns = {i: tuple(range(i, workers, width)) for i in set(by_column)}
+    receivers = {
+        column: {
+            worker: tuple(
+                worker - column + i for i in range(width) if i != column
+            )
+            for worker in members
+        }
+        for column, members in columns.items()
     }
+    return tuple(
+        LayerPlan(layer, columns[column], receivers[column])
+        for layer, column in zip(owners, by_column, strict=True)
+    )
 
 
 # ------------------------------------------------------------- assignment

@@ -47,12 +47,6 @@ class Part:
         """Axes over which `largest` takes the maximum."""
         return list(range(len(self.shape)))
 
-    @property
-    def scale_shape(self) -> tuple[int, ...]:
-        """Shape of the result of `largest`."""
-        sizes = enumerate(self.shape)
-        return tuple(1 if i in self.axes else size for i, size in sizes)
-
     def largest(self, value: tf.Tensor) -> tf.Tensor:
         """Largest absolute entry along `axes`, which are kept with size 1."""
         return tf.reduce_max(tf.abs(value), self.axes, keepdims=True)

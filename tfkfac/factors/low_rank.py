@@ -30,19 +30,17 @@ def probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
     2011, section 4.6), equal on all workers and in all runs. The graph stores
     only signs and frequencies and computes the matrix.
     """
-    key = "probes", size, rank, dtype
-    return once_per_graph(key, lambda: _probes(size, rank, dtype))
 
+    def compute() -> tf.Tensor:
+        signs, frequencies = _random_transform(size, rank)
+        # Compute the angles in integers: float32 cannot represent the products.
+        odd = tf.expand_dims(tf.range(1, 2 * size, 2, tf.int64), 1)
+        steps = odd * frequencies
+        angles = tf.cast(steps % (4 * size), dtype) * (math.pi / (2 * size))
+        scale = tf.cast(signs[:, None], dtype) * math.sqrt(2 / size)
+        return scale * tf.cos(angles)
 
-def _probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
-    """Compute the result of `probes`."""
-    signs, frequencies = _random_transform(size, rank)
-    # Compute the angles in integers: float32 cannot represent the products.
-    odd = tf.expand_dims(tf.range(1, 2 * size, 2, tf.int64), 1)
-    steps = odd * frequencies
-    angles = tf.cast(steps % (4 * size), dtype) * (math.pi / (2 * size))
-    scale = tf.cast(signs[:, None], dtype) * math.sqrt(2 / size)
-    return scale * tf.cos(angles)
+    return once_per_graph(("probes", size, rank, dtype), compute)
 
 
 @functools.lru_cache(maxsize=256)
@@ -146,22 +144,21 @@ class LowRank(Factor):
     def repeated_gram(
         self, dtype: tf.DType
     ) -> Callable[[tf.Tensor], tf.Tensor]:
-        return functools.partial(
-            self._sketch, columns=probes(self.size, self.rank, dtype)
-        )
+        columns = probes(self.size, self.rank, dtype)
 
-    def _sketch(self, rows: tf.Tensor, columns: tf.Tensor) -> tf.Tensor:
-        """Sketch `sum x x^T` over rows x; `columns` is Omega."""
-        rows = tf.reshape(rows, [-1, *self.stack_shape, self.size])
-        if self.stack_shape:
-            rows = tf.transpose(rows, [1, 0, 2])
-        projected = tf.matmul(rows, columns)
-        sketch = tf.matmul(rows, projected, transpose_a=True)
-        mean = tf.reduce_sum(tf.square(rows), [-2, -1]) / self.size
-        last = tf.broadcast_to(
-            mean[..., None, None], (*self.stack_shape, 1, self.rank)
-        )
-        return tf.concat([sketch, last], -2)
+        def gram(rows: tf.Tensor) -> tf.Tensor:
+            rows = tf.reshape(rows, [-1, *self.stack_shape, self.size])
+            if self.stack_shape:
+                rows = tf.transpose(rows, [1, 0, 2])
+            projected = tf.matmul(rows, columns)
+            sketch = tf.matmul(rows, projected, transpose_a=True)
+            mean = tf.reduce_sum(tf.square(rows), [-2, -1]) / self.size
+            last = tf.broadcast_to(
+                mean[..., None, None], (*self.stack_shape, 1, self.rank)
+            )
+            return tf.concat([sketch, last], -2)
+
+        return gram
 
     @override
     def mean_eigenvalue(self, value: tf.Tensor) -> tf.Tensor:

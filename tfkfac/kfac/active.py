@@ -2,12 +2,11 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfkfac.blocks import Block, LayerGradient, RowGradient, Statistic
+from tfkfac.blocks import Block, LayerGradient, RowGradient
 from tfkfac.blocks.statistics import (
     BatchSettings,
     choose_subsample,
@@ -19,8 +18,8 @@ from tfkfac.compat.optimizers import variable_key
 from tfkfac.distributed.plan import Plan
 from tfkfac.fisher import types
 from tfkfac.fisher.types import Choice, Statistics
-from tfkfac.kfac.placement import Placement
-from tfkfac.kfac.state import Counters, Preconditioner, State
+from tfkfac.kfac.settings import KFACSettings
+from tfkfac.kfac.state import Preconditioner, State
 from tfkfac.loss.terms import LossTerms
 from tfkfac.solvers.base import most_rows
 from tfkfac.training.guards import count_each
@@ -40,20 +39,13 @@ class ActiveBlock:
     """The block that computes the statistics of this step."""
     records: Sequence[Record]
     """Inputs and output gradients recorded by the layer's calls."""
-    explained: tf.Tensor | None = None
-    """True if the gradients match a recorded pass; None if not checked."""
+
     rows: RowGradient | None = None
     """Rows (a, g) of the gradient `a^T g`, a stack of one; or None."""
     row_limit: int = 0
     """Largest number of rows that are cheaper than the dense gradient."""
     output_scale: tf.Tensor | None = None
     """Factor of D; the damping is divided by its square. None for 1."""
-
-    def damping(self, damping: tf.Tensor) -> tf.Tensor:
-        """Return the damping of the block in the unit of its factors."""
-        if self.output_scale is None:
-            return damping
-        return damping / tf.cast(tf.square(self.output_scale), damping.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +65,6 @@ class ActiveGroup:
     def has_rows(self) -> bool:
         """True if the gradients are rows (a, g)."""
         return self.layers[0].rows is not None
-
-    @property
-    def size(self) -> int:
-        """Number of weights."""
-        shapes = [layer.block.gradient_shape for layer in self.layers]
-        return sum(map(math.prod, shapes))
 
     def precondition(self, gradient: LayerGradient) -> LayerGradient:
         """Precondition gradients on a gradient worker."""
@@ -104,14 +90,15 @@ def active_groups(
 def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
     """Return the blocks that have gradients and records in this step.
 
-    Exclude blocks that do not support what their layer did in this step.
+    Exclude blocks that do not support what their layer did in this step. Count
+    gradients that match no recorded backward pass.
     """
     key_of = functools.partial(variable_key, step.job.inner_optimizer)
     pairs = zip(step.variables, step.gradients, strict=True)
     index = {key_of(v): i for i, (v, g) in enumerate(pairs) if g is not None}
     layers = {id(block.layer): block.layer for block in state.blocks}
     calls = {key: Tap.calls(layer) for key, layer in layers.items()}
-    blocks = []
+    blocks, explained = [], []
     for position, block in enumerate(state.blocks):
         gradient_indices = [index.get(key_of(v)) for v in block.variables]
         indices = tuple(i for i in gradient_indices if i is not None)
@@ -123,16 +110,18 @@ def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
             continue
         _check(block, None not in gradient_indices, bool(block_records))
         gradients = [step.gradients[i] for i in indices]
-        records, explained = records_of(used, block_records, gradients)
-        blocks.append(
-            ActiveBlock(
-                position,
-                block,
-                indices,
-                used,
-                records,
-                explained,
-            )
+        records, is_explained = records_of(used, block_records, gradients)
+        if is_explained is not None:
+            explained.append(([position], is_explained[None]))
+        blocks.append(ActiveBlock(position, block, indices, used, records))
+    if explained:
+        count_each(
+            tf.logical_not(state.counters.flags(explained)),
+            state.counters.unexplained,
+            state.counters.paths,
+            "the applied gradient is neither the first nor the last gradient "
+            "of the forward pass, nor the sum of all; factor G is computed "
+            "from the nearest of these.",
         )
     return blocks
 
@@ -153,26 +142,6 @@ def _check(block: Block, complete: bool, recorded: bool) -> None:
             "or the optimizer was attached after the forward pass. "
             "Leave the layer to the rest optimizer with "
             f"skip_layers=['{block.path}']."
-        )
-
-
-def report_unexplained(
-    active: Sequence[ActiveBlock], counters: Counters
-) -> None:
-    """Count gradients that match no recorded backward pass."""
-    explained = [
-        ([layer.position], layer.explained[None])
-        for layer in active
-        if layer.explained is not None
-    ]
-    if explained:
-        count_each(
-            tf.logical_not(counters.flags(explained)),
-            counters.unexplained,
-            counters.paths,
-            "the applied gradient is neither the first nor the last gradient "
-            "of the forward pass, nor the sum of all; factor G is computed "
-            "from the nearest of these.",
         )
 
 
@@ -203,29 +172,14 @@ def scale_outputs(
     scales: dict[int, tf.Tensor] = {}
     for layer, deviation in zip(last_layers, deviations, strict=True):
         if layer is not None and deviation is not None:
-            least = scales.get(layer.position, _output_size(layer))
+            kernel = tf.convert_to_tensor(layer.block.variables[0])
+            squares = tf.reduce_sum(tf.square(kernel)) / kernel.shape[-1]
+            size = tf.minimum(tf.sqrt(tf.cast(squares, tf.float64)), 1.0)
+            least = scales.get(layer.position, size)
             scales[layer.position] = tf.maximum(deviation, least)
     return [
         dataclasses.replace(layer, output_scale=scales.get(layer.position))
         for layer in layers
-    ]
-
-
-def _output_size(layer: ActiveBlock) -> tf.Tensor:
-    """Return `min(1, sqrt(inputs) rms(kernel))` of a layer, float64."""
-    kernel = tf.convert_to_tensor(layer.block.variables[0])
-    squares = tf.reduce_sum(tf.square(kernel)) / kernel.shape[-1]
-    return tf.minimum(tf.sqrt(tf.cast(squares, tf.float64)), 1.0)
-
-
-def in_stages(
-    active: Sequence[ActiveBlock], placement: Placement
-) -> list[list[ActiveBlock]]:
-    """Group the blocks into communication stages, see `Exchange.stages`."""
-    by_position = {block.position: block for block in active}
-    return [
-        [by_position[i] for i in stage]
-        for stage in placement.exchange.stages(list(by_position))
     ]
 
 
@@ -245,40 +199,38 @@ def with_rows(
     """
     by_position = {layer.position: layer for layer in layers}
     for group in active_groups(layers, state):
-        rows = [_rows(layer, step, has_product) for layer in group.layers]
+        specs = group.layers[0].block.factors
+        if "A" not in specs or specs["G"].stack_shape:
+            continue
+        limit = most_rows(specs, step.group.size, has_product)
+        if limit < _MIN_ROW_LIMIT:
+            continue
+        rows = [_rows(layer, step, limit) for layer in group.layers]
         present = [x for x in rows if x is not None]
         counts = {x.a.shape[1] for x in present}
         if len(present) == len(rows) and len(counts) == 1:
-            limit = _row_limit(group.layers[0], step, has_product)
-            for layer, gradient in zip(group.layers, present, strict=True):
-                step.drop_gradients(layer.indices, bound(gradient))
+            for layer, W in zip(group.layers, present, strict=True):
+                # The elements of `a^T g` are at most `sum |a| * sum |g|`.
+                # Squared norms could overflow for a finite gradient.
+                sums = [tf.reduce_sum(tf.abs(x)) for x in (W.a, W.g)]
+                step.drop_gradients(layer.indices, sums[0] * sums[1])
                 by_position[layer.position] = dataclasses.replace(
-                    layer, rows=gradient, row_limit=limit
+                    layer, rows=W, row_limit=limit
                 )
     return list(by_position.values())
 
 
-def _row_limit(layer: ActiveBlock, step: Step, has_product: bool) -> int:
-    """Return the number of rows up to which rows are cheaper."""
-    return most_rows(layer.block.factors, step.group.size, has_product)
-
-
-def _rows(
-    layer: ActiveBlock, step: Step, has_product: bool
-) -> RowGradient | None:
+def _rows(layer: ActiveBlock, step: Step, limit: int) -> RowGradient | None:
     """Return the rows of a gradient, or None for a dense gradient.
 
     The applied gradient must be exactly `a^T g` (`is_product`). Workers whose
     batches differ in size make the same choice.
     """
-    specs, records = layer.block.factors, layer.records
-    if "A" not in specs or specs["G"].stack_shape or len(records) != 1:
+    if len(layer.records) != 1:
         return None
-    limit, (record,) = _row_limit(layer, step, has_product), records
+    (record,), specs = layer.records, layer.block.factors
     applied = [step.gradients[i] for i in layer.indices]
-    if limit < _MIN_ROW_LIMIT or not is_product(
-        applied, record.inputs, record.gradient
-    ):
+    if not is_product(applied, record.inputs, record.gradient):
         return None
     elements = record.gradient.shape.num_elements()
     if step.group.size == 1 and elements and elements > limit * specs["G"].size:
@@ -288,16 +240,6 @@ def _rows(
         tf.reshape(a_and_g.a, [1, -1, specs["A"].size]),
         tf.reshape(a_and_g.g, [1, -1, specs["G"].size]),
     )
-
-
-def bound(rows: RowGradient) -> tf.Tensor:
-    """Upper bound of the elements of `a^T g`: `sum |a| * sum |g|`.
-
-    The bound is finite only if `a^T g` is. Squared norms could overflow for a
-    finite gradient.
-    """
-    sums = [tf.reduce_sum(tf.abs(tensor)) for tensor in (rows.a, rows.g)]
-    return sums[0] * sums[1]
 
 
 def observed(
@@ -314,17 +256,20 @@ def batch_statistics(
     choice: Choice,
     state: State,
     plan: Plan,
-    sharing: str,
-    fraction: float | None,
+    arguments: KFACSettings,
 ) -> Statistics:
     """Compute each block's statistics from a fraction of the local batch."""
     loss_scale = step.job.scaling.factor()
     settings = BatchSettings(
-        sharing,
+        arguments.weight_sharing,
         step.loss.row_scale,
         step.batch.weightless,
         step.loss.terms,
-        choose_subsample(fraction, state.factor_updates, plan.observers),
+        choose_subsample(
+            arguments.factor_batch_fraction,
+            state.factor_updates,
+            plan.observers,
+        ),
         step.loss.weights,
         None if loss_scale is None else 1 / loss_scale,
     )
@@ -333,14 +278,6 @@ def batch_statistics(
         block.position: (block.used, block.records)
         for block in reversed(observed(layers, step, plan))
     }
-
-    def global_sum(tensor: tf.Tensor) -> tf.Tensor:
-        # Without an all-reduce of factors, statistics are of the local batch.
-        if not plan.reduces_factors:
-            return tensor
-        (total,) = step.group.all_reduce([tensor])
-        return total
-
     likelihood = choice.likelihood
     if likelihood is None or choice.type == types.EMPIRICAL:
         statistics = types.empirical(recorded, settings)
@@ -349,7 +286,16 @@ def batch_statistics(
     else:
         seeds = label_seeds(step, state, len(likelihood.outputs))
         statistics = types.monte_carlo(
-            recorded, settings, likelihood, seeds, global_sum
+            recorded,
+            settings,
+            likelihood,
+            seeds,
+            # Without an all-reduce of factors, sum over the local batch.
+            lambda tensor: (
+                step.group.all_reduce([tensor])[0]
+                if plan.reduces_factors
+                else tensor
+            ),
         )
     return {
         position: {"A": by_name["G"], "G": by_name["A"]}
@@ -357,32 +303,6 @@ def batch_statistics(
         else by_name
         for position, by_name in statistics.items()
     }
-
-
-def divide_output_statistics(
-    statistics: Statistics,
-    layers: Sequence[ActiveBlock],
-    unit: tf.Tensor | None,
-    is_empirical: bool,
-) -> Statistics:
-    """Divide the statistics of the output gradients by a unit of the loss.
-
-    Empirical statistics are divided by its square.
-    """
-    if unit is None:
-        return statistics
-    result = {}
-    swapped = {layer.position: layer.used.swapped for layer in layers}
-    for position, by_name in statistics.items():
-        name = "A" if swapped.get(position) else "G"
-        total, count = by_name[name]
-        # The average is `total / count`. Scale the count, a scalar, instead of
-        # the matrix; the square of a unit could overflow.
-        count *= tf.cast(unit, count.dtype)
-        if is_empirical:
-            total /= tf.cast(unit, total.dtype)
-        result[position] = {**by_name, name: Statistic(total, count)}
-    return result
 
 
 def label_seeds(step: Step, state: State, outputs: int) -> list[tf.Tensor]:

@@ -1,16 +1,9 @@
 """State of groups of blocks: factor averages, decompositions, momenta."""
 
 import dataclasses
-import functools
 import math
 import weakref
-from collections.abc import (
-    Callable,
-    Container,
-    Hashable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -21,10 +14,10 @@ from tfkfac.blocks import Block, LayerGradient
 from tfkfac.blocks.registry import EXCLUDED, Leftover
 from tfkfac.capture.taps import NESTED
 from tfkfac.capture.walk import SKIPPED
-from tfkfac.factors import Factor, Part, Tensors
+from tfkfac.factors import Tensors
 from tfkfac.fisher.types import Statistics
 from tfkfac.linalg.tensors import row_sums, select
-from tfkfac.saving.entries import STATE, Entry, Read, Row, Spread
+from tfkfac.saving.entries import STATE, Entry, Row, Spread
 from tfkfac.saving.slots import Slots
 from tfkfac.solvers import Solver
 
@@ -61,10 +54,8 @@ class Group(Slots):
     ) -> None:
         super().__init__(name, spread=Spread.OWNED, section=section)
         self.place(members)
-        self.factor_types, self.dtype = (
-            self.blocks[0].factors,
-            self.blocks[0].dtype,
-        )
+        self.factor_types = self.blocks[0].factors
+        self.dtype = self.blocks[0].dtype
 
     def place(self, members: Mapping[int, Block]) -> None:
         """Set the blocks of the rows, and their positions."""
@@ -130,8 +121,7 @@ def partition(
         first = next(iter(members.values()))
         size = sum(factor.elements for factor in first.factors.values())
         sizes = [size + math.prod(first.gradient_shape)] * len(members)
-        parts = chunks(list(members.items()), sizes, limit)
-        result += map(dict, parts)
+        result += map(dict, chunks(list(members.items()), sizes, limit))
     return result
 
 
@@ -195,16 +185,14 @@ class FactorAverages(Group):
                 f"mean_{name}",
                 specs[name].stack_shape,
                 self.dtype,
-                derive=functools.partial(_derive_mean, specs[name], name),
+                # Compute the mean eigenvalue if a saved file lacks it.
+                derive=lambda read, name=name: specs[name].mean_eigenvalue(
+                    tf.convert_to_tensor(read(f"factor_{name}"))
+                ),
             )
             for name in self.other_names
         ]
         self.weight = self.stacked("weight", (), self.dtype, least=0.0)
-
-    def checksum(self, rows: Sequence[int]) -> tf.Tensor:
-        """Return a number per row, finite if the averages are."""
-        variables = [*self.averages, *self.other_means, self.weight]
-        return row_totals([self.read(v, rows) for v in variables])
 
     def mix(
         self,
@@ -278,11 +266,6 @@ class FactorAverages(Group):
         return result
 
 
-def _derive_mean(factor: Factor, name: str, read: Read) -> tf.Tensor:
-    """Compute the mean eigenvalue of a saved factor if the file lacks it."""
-    return factor.mean_eigenvalue(tf.convert_to_tensor(read(f"factor_{name}")))
-
-
 def update_averages(
     groups: Sequence[tuple[FactorAverages | None, Sequence[int]]],
     blocks: Sequence[Block],
@@ -317,7 +300,10 @@ def update_averages(
         sums.append(tf.cast(row_totals(traces), dtype))
         old_sum = tf.zeros([len(positions)], dtype)
         if group is not None:
-            old_sum = tf.cast(group.checksum(group.rows_of(positions)), dtype)
+            rows = group.rows_of(positions)
+            old = [*group.averages, *group.other_means, group.weight]
+            old_sum = row_totals([group.read(v, rows) for v in old])
+            old_sum = tf.cast(old_sum, dtype)
         old_sums.append(old_sum)
     counts = tf.stack(
         [
@@ -330,7 +316,13 @@ def update_averages(
     finite = tf.math.is_finite(tf.concat(sums, 0))
     accepted = due & finite & tf.reduce_all(counts > 0, 0)
     valid = ~accepted | tf.math.is_finite(tf.concat(old_sums, 0))
-    weights = _mixing_weights(accepted, valid, counts, decay)
+    # The weight 0 of a restart clears NaN.
+    old_decay = tf.where(accepted, decay * tf.cast(valid, dtype), 1.0)
+    new_weight = (1 - decay) * tf.cast(accepted, dtype)
+    # A rejected count may be 0 or NaN.
+    scales = tf.math.divide_no_nan(new_weight, counts)
+    scales = tf.where(accepted, scales, tf.zeros_like(scales))
+    weights = old_decay, new_weight, scales
     for (group, positions), stacks, *vectors in zip(
         groups,
         totals,
@@ -340,20 +332,6 @@ def update_averages(
         if group is not None:
             group.mix(group.rows_of(positions), stacks, *vectors)
     return accepted, finite, valid
-
-
-def _mixing_weights(
-    accepted: tf.Tensor, valid: tf.Tensor, counts: tf.Tensor, decay: float
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Return `old_decay`, `new_weight` and `scales` of `FactorAverages.mix`."""
-    dtype = counts.dtype
-    # The weight 0 of a restart clears NaN.
-    old_decay = tf.where(accepted, decay * tf.cast(valid, dtype), 1.0)
-    new_weight = (1 - decay) * tf.cast(accepted, dtype)
-    # A rejected count may be 0 or NaN.
-    scales = tf.math.divide_no_nan(new_weight, counts)
-    scales = tf.where(accepted, scales, tf.zeros_like(scales))
-    return old_decay, new_weight, scales
 
 
 class Decomposition(Group):
@@ -375,14 +353,13 @@ class Decomposition(Group):
                 f"solver_{name}",
                 spec.shape,
                 self._stored_dtype,
-                value=functools.partial(self._identities, spec),
+                value=lambda spec=spec: tf.broadcast_to(
+                    spec.identity(self._stored_dtype),
+                    [len(self.blocks), *spec.shape],
+                ),
             )
             for name, spec in specs.items()
         ]
-
-    def _identities(self, spec: Part) -> tf.Tensor:
-        identity = spec.identity(self._stored_dtype)
-        return tf.broadcast_to(identity, [len(self.blocks), *spec.shape])
 
     def replace(
         self,
@@ -498,36 +475,18 @@ def plain_matrices(
 ) -> list[tuple[str, keras.Variable]]:
     """Return the layer path and the variable of each uncovered matrix.
 
-    Embedding tables are left out: an example uses only some of their rows. So
-    are layers in a `tf.cond`, which may not run in a step.
+    Embedding tables, by the layer's name, are left out: an example uses only
+    some of their rows. So are layers in a `tf.cond`, which may not run in a
+    step.
     """
     return [
         (leftover.path, variable)
         for leftover in leftovers
         if leftover.reason not in (SKIPPED, EXCLUDED, NESTED)
         for variable in leftover.variables
-        if _is_matrix(variable)
+        if sum(size > 1 for size in variable.shape) > 1
+        and "embedding" not in "/".join(variable.path.lower().split("/")[-2:])
     ]
-
-
-def _is_matrix(variable: keras.Variable) -> bool:
-    """True for a matrix that is not an embedding table, by the layer's name."""
-    axes = sum(size > 1 for size in variable.shape)
-    names = variable.path.lower().split("/")[-2:]
-    return axes > 1 and not any("embedding" in name for name in names)
-
-
-def _momentum_dtype(variable: keras.Variable) -> tf.DType:
-    dtype = tf.as_dtype(variable.dtype)
-    return tf.float32 if dtype.size < 4 else dtype
-
-
-def plain_bytes(leftovers: Sequence[Leftover]) -> int:
-    """Return the bytes of the momenta of uncovered matrices."""
-    return sum(
-        math.prod(variable.shape) * _momentum_dtype(variable).size
-        for _, variable in plain_matrices(leftovers)
-    )
 
 
 class PlainMatrix(Slots):
@@ -539,7 +498,8 @@ class PlainMatrix(Slots):
         self._variable = weakref.ref(variable)
         columns = variable.shape[-1]
         self.shape = (math.prod(variable.shape[:-1]), columns)
-        self._dtype = _momentum_dtype(variable)
+        dtype = tf.as_dtype(variable.dtype)
+        self._dtype = tf.float32 if dtype.size < 4 else dtype
         self.value = self.slot(
             f"momentum_{variable.name}", self.shape, self._dtype, layer=path
         )

@@ -57,7 +57,6 @@ from tfkfac.loss.terms import has_free_scale
 from tfkfac.saving.slots import Slots
 from tfkfac.shell.rest import LENGTH
 from tfkfac.shell.small_rates import RATE
-from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step
 
 # Root mean square of a direction D; Muon has the same at learning rate 1.
@@ -88,8 +87,6 @@ _MIN_RATIO = 1e-3
 _EARLY, _INTERVAL = 100, 10
 # Fraction of the batch of a step from which `D^T F D` is computed.
 _BATCH_FRACTION = 0.25
-# Key of the warning, so that different reasons do not repeat the warning.
-_NO_CURVATURE = "no curvature"
 
 
 class Batch(NamedTuple):
@@ -124,52 +121,44 @@ class Batch(NamedTuple):
             total = functools.partial(differentiable_sum, step.group)
         calls = ForwardTap.open(job.model).pop_items()
 
-        def local_curvature(directions: Gradients) -> tf.Tensor:
-            unknown = tf.zeros([], tf.float64)
-            if not step.batch.arguments:
-                return unknown
-            try:
-                inputs = LossInputs.of(job.model, step.batch, loss, calls)
-                if takes_any_batch(job.model, inputs.call):
-                    inputs = inputs.select(choose)
-                form = directional_curvature(
-                    job.model,
-                    inputs,
-                    step.variables,
-                    [directions],
-                    loss.unit,
-                    total,
-                    replicas,
-                )
-            except Exception as error:  # the model may not allow a second call
-                advise(_without_curvature(job, error), _NO_CURVATURE)
-                return unknown
-            return form[0, 0]
-
         def curvature(directions: Gradients) -> tf.Tensor:
+            form = tf.zeros([], tf.float64)
+            try:
+                if step.batch.arguments:
+                    inputs = LossInputs.of(job.model, step.batch, loss, calls)
+                    if takes_any_batch(job.model, inputs.call):
+                        subsample = Subsample(fraction, job.clock)
+                        inputs = inputs.select(
+                            lambda size: Examples(size, subsample)
+                        )
+                    form = directional_curvature(
+                        job.model,
+                        inputs,
+                        step.variables,
+                        [directions],
+                        loss.unit,
+                        total,
+                        replicas,
+                    )[0, 0]
+            except Exception as error:  # the model may not allow a second call
+                advise(
+                    f"Optimizer '{job.name}' cannot compute the curvature of "
+                    f"the loss of model '{job.model.name}' along its steps, "
+                    "and estimates their length by the factors alone, which "
+                    "may be a few times too long or too short: see the length "
+                    "of spectral steps in the documentation. "
+                    f"The reason: {str(error).removesuffix(ADVICE)}",
+                    "no curvature",  # one warning, also for other reasons
+                )
             # All replicas run this all-reduce, also where the result is 0.
-            (form,) = step.group.all_reduce([local_curvature(directions)])
+            (form,) = step.group.all_reduce([form])
             return form
-
-        def choose(size: int | tf.Tensor) -> Examples:
-            return Examples(size, Subsample(fraction, job.clock))
 
         power = None
         if loss.losses and all(map(has_free_scale, loss.losses)):
             names = {terms.likelihood.name for terms in loss.losses}
             power = 0.5 if names == {NORMAL} else 1.0
         return cls(labels, curvature, power)
-
-
-def _without_curvature(job: Job, error: Exception) -> str:
-    """Return the warning that `D^T F D` cannot be computed."""
-    return (
-        f"Optimizer '{job.name}' cannot compute the curvature of the loss of "
-        f"model '{job.model.name}' along its steps, and estimates their length "
-        "by the factors alone, which may be a few times too long or too short: "
-        "see the length of spectral steps in the documentation. "
-        f"The reason: {str(error).removesuffix(ADVICE)}"
-    )
 
 
 class SpectralLength(Slots):
@@ -226,15 +215,11 @@ class SpectralLength(Slots):
         warmup = tf.minimum(tf.cast(self.steps, tf.float64) / WARMUP, 1.0)
         length = tf.sqrt(self.ratio * square)
         rate = warmup * tf.math.divide_no_nan(kappa, length)
-        return tf.clip_by_value(rate, self._min_rate(excess) * c, _MAX_RATE)
-
-    def _min_rate(self, excess: tf.Tensor) -> tf.Tensor:
-        """Return f for `L - H`."""
-        bound = tf.constant(_MIN_RATE, tf.float64)
-        if not self.is_recurrent:
-            return bound
-        rate = _RECURRENT_PER_ROOT_OF_LOSS * tf.sqrt(excess)
-        return tf.clip_by_value(rate, bound, _MAX_RECURRENT_BOUND)
+        f = tf.constant(_MIN_RATE, tf.float64)
+        if self.is_recurrent:
+            bound = _RECURRENT_PER_ROOT_OF_LOSS * tf.sqrt(excess)
+            f = tf.clip_by_value(bound, f, _MAX_RECURRENT_BOUND)
+        return tf.clip_by_value(rate, f * c, _MAX_RATE)
 
     def _update_ratio(self, form: tf.Tensor, square: tf.Tensor) -> None:
         """Update rho from `D^T F D` (`form`) and `sum |Q|^2` (`square`).
@@ -252,14 +237,6 @@ class SpectralLength(Slots):
 
 
 # --------------------------------------------------- metrics of a step
-class Clip(NamedTuple):
-    """Clip factor of one step, and the squared length before the clip."""
-
-    factor: tf.Tensor
-    """Factor that multiplies the preconditioned gradients."""
-    length: tf.Tensor
-    """Squared Fisher length of the step before the clip."""
-
 
 # Names of the step metrics; a metric is NaN where it does not apply.
 _NAMES = ("clip_factor", "length", "damping")
@@ -293,22 +270,28 @@ class StepReport(Slots):
         }
 
     def record(
-        self, clip: Clip, damping: tf.Tensor, rate: tf.Tensor | None
+        self,
+        factor: tf.Tensor,
+        length: tf.Tensor,
+        damping: tf.Tensor,
+        rate: tf.Tensor | None,
     ) -> tf.Tensor:
         """Record the metrics of a step.
 
         Returns True in step `HINT_STEP` if most steps up to it were short.
-        `rate` is SGD's learning rate, or None for another inner optimizer.
+        `factor` is the clip factor, `length` the squared Fisher length before
+        the clip. `rate` is SGD's learning rate, or None for another inner
+        optimizer.
         """
-        length = tf.square(clip.factor) * clip.length
-        self.assign(clip_factor=clip.factor, length=length, damping=damping)
+        clipped = tf.square(factor) * length
+        self.assign(clip_factor=factor, length=clipped, damping=damping)
         is_early = self.steps <= HINT_STEP
-        is_clipped = (clip.factor < LOW_FACTOR) & (clip.length > _LONG)
+        is_clipped = (factor < LOW_FACTOR) & (length > _LONG)
         self.clipped.assign_add(tf.cast(is_early & is_clipped, tf.int64))
         is_short = is_clipped
         if rate is not None:
-            scaled = clip.factor * tf.cast(rate / RATE, clip.factor.dtype)
-            is_short |= tf.maximum(scaled, clip.factor) < LOW_SCALED_FACTOR
+            scaled = factor * tf.cast(rate / RATE, factor.dtype)
+            is_short |= tf.maximum(scaled, factor) < LOW_SCALED_FACTOR
         self.short.assign_add(tf.cast(is_early & is_short, tf.int64))
         return tf.equal(self.steps, HINT_STEP) & (self.short >= MIN_CLIPPED)
 

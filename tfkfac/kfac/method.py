@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+from tfkfac.blocks import Statistic
 from tfkfac.blocks.registry import build_registry, tap_layers
 from tfkfac.capture.model_taps import ForwardTap, PullbackTap
 from tfkfac.compat.functions import when
@@ -24,10 +25,7 @@ from tfkfac.kfac.active import (
     active_blocks,
     active_groups,
     batch_statistics,
-    divide_output_statistics,
-    in_stages,
     observed,
-    report_unexplained,
     scale_outputs,
     with_rows,
 )
@@ -44,7 +42,7 @@ from tfkfac.kfac.placement import (
 from tfkfac.kfac.scales import Moments
 from tfkfac.kfac.settings import AUTO, Distribution, KFACSettings
 from tfkfac.kfac.spectral import Spectral
-from tfkfac.kfac.state import Pending, State, local_factors
+from tfkfac.kfac.state import Pending, State
 from tfkfac.loss.batch import trace_nested_calls
 from tfkfac.loss.terms import recognized
 from tfkfac.saving.entries import Contents
@@ -70,12 +68,7 @@ class KFACMethod(Method):
         distribution = settings.distribution
         if isinstance(distribution, str):
             distribution = Distribution(distribution)
-        self._rule = _RULES[settings.step](
-            settings.damping,
-            settings.kl_clip,
-            settings.momentum,
-            settings.weight_decay,
-        )
+        self._rule = _RULES[settings.step](settings)
         self._distribution = distribution
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
@@ -99,8 +92,17 @@ class KFACMethod(Method):
             if 0 in self.job.topology.local:
                 warnings.warn(text, stacklevel=3)
 
-    def _report_losses(self, step: Step) -> None:
-        """Keep the likelihoods for the summary; warn of unknown losses."""
+    # ------------------------------------------------------------ the step
+    @override
+    def run(self, step: Step) -> None:
+        """Run one step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
+        state = self._state
+        layers = active_blocks(step, state)
+        # Under XLA matrices: the choice at run time would compile both forms.
+        by_rows = self.placement.takes_rows and state.pending is None
+        by_rows = by_rows and not in_xla()
+        if by_rows and self._rule.takes_rows(step.group.size):
+            layers = with_rows(layers, state, step, self._rule.has_product)
         likelihoods = recognized(step.loss.losses)
         self._loss_lines = [
             f"Loss '{loss}' is taken for: {name or 'no likelihood'}"
@@ -109,20 +111,6 @@ class KFACMethod(Method):
         for loss, name in likelihoods:
             if name is None:
                 self._advise(report.unknown_loss_warning(self.job, loss))
-
-    # ------------------------------------------------------------ the step
-    @override
-    def run(self, step: Step) -> None:
-        """Run one step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
-        state = self._state
-        layers = active_blocks(step, state)
-        report_unexplained(layers, state.counters)
-        # Under XLA matrices: the choice at run time would compile both forms.
-        by_rows = self.placement.takes_rows and state.pending is None
-        by_rows = by_rows and not in_xla()
-        if by_rows and self._rule.takes_rows(step.group.size):
-            layers = with_rows(layers, state, step, self._rule.has_product)
-        self._report_losses(step)
         if not self.job.terms_of(step.batch):
             is_passed = step.batch.value is not None
             rule = Natural if is_passed else self._rule
@@ -155,22 +143,32 @@ class KFACMethod(Method):
     ) -> None:
         """Update the weights from local gradients, which are reduced here."""
         state, rule = self._state, self._rule
-        damping = rule.damping.at(self.job.clock)
+        damping = self.settings.damping.at(self.job.clock)
         # Reduce: all-reduce the gradients and the requests for new inverses.
         requested, sums, totals = self.reduce(step, batch, moments)
         if moments is not None and totals is not None:
             assert state.length is not None
             # Units: use the spread of the labels and the mean weight.
-            units = moments.update(state.length.scale_sums, totals)
-            step.multiply_unit(units.factor)
-            layers = scale_outputs(layers, moments.layers, units.deviations)
-            step.output_changes = moments.changes(totals, units)
+            factor, deviations, step.output_changes = moments.update(
+                state.length.scale_sums, totals
+            )
+            step.multiply_unit(factor)
+            layers = scale_outputs(layers, moments.layers, deviations)
         step.check_finite()
         # Factors: all-reduce the statistics, update the running averages.
         self.update_factors(layers, step, statistics)
         # Inverses: owners decompose, gradient workers receive.
-        groups_due = self.inverse_groups_due()
-        first, *later_stages = in_stages(layers, self.placement)
+        clock, settings = self.job.clock, self.settings
+        groups_due = find_due_groups(
+            max(self.placement.schedule_groups, default=0) + 1,
+            steps_between(settings.inverse_update_interval, INVERSES, clock),
+            steps_between(settings.factor_update_interval, FACTORS, clock),
+            clock,
+        )
+        exchange = self.placement.exchange
+        first, *later_stages = exchange.stages(
+            {layer.position: layer for layer in layers}
+        )
         updated = [
             self.update_inverses(first, step, groups_due, requested, damping)
         ]
@@ -180,7 +178,6 @@ class KFACMethod(Method):
             # the results. Each stage computes while the results of the previous
             # stages are sent. The stages are not nested in one another: a
             # branch would capture all tensors of the branches inside of it.
-            exchange = self.placement.exchange
             preconditioned = rule.directions(
                 active_groups(first, state), step, exchange, damping
             )
@@ -222,8 +219,7 @@ class KFACMethod(Method):
             choice,
             self._state,
             self.placement.plan,
-            self.settings.weight_sharing,
-            self.settings.factor_batch_fraction,
+            self.settings,
         )
 
     def reduce(
@@ -309,41 +305,35 @@ class KFACMethod(Method):
         # Skip gradients at outputs that are still far from the labels.
         fits = [is_due for is_due, *_ in step.output_changes.values()]
         is_usable = ~tf.reduce_any(fits) if fits else tf.constant(True)
+        swapped = {x.position for x in layers if x.used.swapped}
 
         def move_averages() -> None:
-            reduced = placement.exchange.reduce_statistics(
-                step.group,
-                divide_output_statistics(
-                    statistics(), layers, step.unit_factor, is_empirical
-                ),
+            local, unit = dict(statistics()), step.unit_factor
+            # Divide the statistics of the output gradients by the unit of the
+            # loss, empirical statistics by its square.
+            for i, by_name in local.items() if unit is not None else ():
+                name = "A" if i in swapped else "G"
+                total, count = by_name[name]
+                # The average is `total / count`. Scale the count, a scalar, not
+                # the matrix; the square of a unit could overflow.
+                count *= tf.cast(unit, count.dtype)
+                if is_empirical:
+                    total /= tf.cast(unit, total.dtype)
+                local[i] = {**by_name, name: Statistic(total, count)}
+            reduced = placement.exchange.reduce_statistics(step.group, local)
+            decay = self.settings.factor_decay
+            when(
+                is_usable,
+                lambda: state.update_averages(reduced, decay, scheduled),
             )
-            when(is_usable, lambda: mix(reduced))
-
-        def mix(reduced: Statistics) -> None:
-            any_updated = state.update_averages(
-                reduced, self.settings.factor_decay, scheduled
-            )
-            state.factor_updates.assign_add(any_updated)
 
         when((scheduled | initial) & step.finite, move_averages)
-
-    def inverse_groups_due(self) -> list[tf.Tensor]:
-        """Return a bool per schedule group, True if its inverses are due."""
-        clock = self.job.clock
-        return find_due_groups(
-            max(self.placement.schedule_groups, default=0) + 1,
-            steps_between(
-                self.settings.inverse_update_interval, INVERSES, clock
-            ),
-            steps_between(self.settings.factor_update_interval, FACTORS, clock),
-            clock,
-        )
 
     def update_inverses(
         self,
         layers: Sequence[ActiveBlock],
         step: Step,
-        groups_due: Sequence[tf.Tensor],
+        groups_due: tf.Tensor,
         requested: tf.Tensor,
         damping: tf.Tensor,
     ) -> tf.Tensor:
@@ -355,22 +345,25 @@ class KFACMethod(Method):
         """
         if not layers:
             return tf.constant(False)
-        state, counters = self._state, self._state.counters
+        counters = self._state.counters
         positions = [layer.position for layer in layers]
         places = range(len(self.placement.blocks))
-        due = tf.gather(tf.stack(groups_due), self.placement.schedule_groups)
+        due = tf.gather(groups_due, self.placement.schedule_groups)
         due |= requested
         due &= (counters.observed > 0) & step.finite
         due &= tf.constant([i in positions for i in places])
         dampings = tf.fill([len(places)], damping)
         for layer in layers:
             if layer.output_scale is not None:
+                # The damping in the unit of the block's factors.
                 is_layer = tf.constant([i == layer.position for i in places])
-                scaled = layer.damping(damping)
+                square = tf.square(layer.output_scale)
+                scaled = damping / tf.cast(square, damping.dtype)
                 dampings = tf.where(is_layer, scaled, dampings)
         if self._defers_inverses and in_xla():
             self._deferred.update(positions)
-            state.defer(due, dampings)
+            counters.deferred.assign_add(tf.cast(due, tf.int64))
+            counters.dampings.assign(tf.where(due, dampings, counters.dampings))
         else:
             self.decompose(due, positions, dampings, step.group)
         return tf.reduce_any(due)
@@ -419,13 +412,13 @@ class KFACMethod(Method):
     def _decompose_deferred(self) -> None:
         """Recompute the inverses that became due in a compiled step."""
         counters, group = self._state.counters, self.job.group("inverses")
-
-        def decompose_deferred() -> None:
-            due, dampings = counters.deferred > 0, counters.dampings.value()
-            self.decompose(due, sorted(self._deferred), dampings, group)
-            counters.deferred.assign(tf.zeros_like(counters.deferred))
-
-        when(tf.reduce_any(counters.deferred > 0), decompose_deferred)
+        due, dampings = counters.deferred > 0, counters.dampings.value()
+        positions = sorted(self._deferred)
+        when(
+            tf.reduce_any(due),
+            lambda: self.decompose(due, positions, dampings, group),
+        )
+        counters.deferred.assign(tf.zeros_like(counters.deferred))
 
     # --------------------------------------------------- binding and state
     @override
@@ -479,26 +472,17 @@ class KFACMethod(Method):
         if warning is not None:
             self._advise(warning)
         existing = dict(zip(self.job.topology.local, self.states, strict=False))
+        has_momenta, limit = self._rule.has_momenta, MAX_ELEMENTS
         # XLA runs on GPUs only.
-        uses_cache = not (
-            self._rule.has_momenta or tf.config.list_physical_devices("GPU")
-        )
+        if not has_momenta and not tf.config.list_physical_devices("GPU"):
+            limit = CACHED_ELEMENTS
+        micro_batches = self.settings.gradient_accumulation_steps
 
         def make_state(rank: int) -> State:
             state = existing.get(rank) or State()
-            state.fill(
-                placement,
-                rank,
-                self._rule.has_momenta,
-                CACHED_ELEMENTS if uses_cache else MAX_ELEMENTS,
-            )
-            if self.settings.gradient_accumulation_steps is not None:
-                state.accumulate(
-                    self.settings.gradient_accumulation_steps,
-                    placement,
-                    rank,
-                    self.job,
-                )
+            state.fill(placement, rank, has_momenta, limit)
+            if micro_batches is not None:
+                state.accumulate(micro_batches, placement, rank, self.job)
             return state
 
         self.states = self.job.for_each(make_state)
@@ -533,22 +517,34 @@ class KFACMethod(Method):
     # ----------------------------------------------------------- reporting
     @override
     def summary(self) -> list[str]:
-        notes = [
-            report.fisher_text(self.settings.fisher, self._choice),
-            *self._loss_lines,
-        ]
+        choice = self._choice  # None before training
+        text = self.settings.fisher or "chosen by the loss when training"
+        if choice is not None:
+            reason = f" ({choice.reason})" if choice.reason else ""
+            text = f"{choice.type}{reason}"
         return report.describe(
             self.job,
             self.placement,
             self.states,
-            notes,
+            [f"Fisher matrix: {text}", *self._loss_lines],
             self._rule,
             self.state_bytes(),
         )
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:
         """Bias-corrected averages that this process keeps, by layer path."""
-        return local_factors(self.states)
+        result: dict[str, dict[str, np.ndarray]] = {}
+        groups = [group for state in self.states for group in state.averages]
+        for group in groups:
+            for name, values in group.values().items():
+                for block, value in zip(group.blocks, values, strict=True):
+                    shown = group.factor_types[name].shown(value).numpy()
+                    result.setdefault(block.path, {})[name] = shown
+        return {
+            block.path: dict(sorted(result[block.path].items()))
+            for block in self.states[0].blocks
+            if block.path in result
+        }
 
     @override
     def state_bytes(self) -> dict[str, int]:
@@ -556,7 +552,12 @@ class KFACMethod(Method):
         sizes = placement.state_bytes(rank)
         if self.settings.gradient_accumulation_steps is not None:
             gradients = gradient_bytes(self.job.model.trainable_variables)
-            statistics = placement.accumulated_bytes(rank)
+            statistics = sum(
+                (factor.elements + 1) * block.dtype.size
+                for i, block in enumerate(placement.blocks)
+                if placement.plan.observes(rank, i)
+                for factor in block.factors.values()
+            )
             sizes["accumulation"] = gradients + statistics
         sizes |= self._rule.bytes(placement, rank)
         return {**sizes, "total": sum(sizes.values())}

@@ -3,6 +3,7 @@
 A gradient is preconditioned as a matrix, or as rows (a, g) with `W = a^T g`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,14 +24,12 @@ from tfkfac.kfac.length import (
     LOW_SCALED_FACTOR,
     MIN_CLIPPED,
     Batch,
-    Clip,
     StepReport,
 )
 from tfkfac.kfac.placement import Exchange, Placement
 from tfkfac.kfac.scales import Moments
+from tfkfac.kfac.settings import KFACSettings
 from tfkfac.kfac.state import Counters, State
-from tfkfac.linalg.tensors import unstacked
-from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
 
@@ -76,17 +75,8 @@ class Natural:
     excluded_blocks: tuple[type[Block], ...] = ()
     dense_limit: Limit | None = None
 
-    def __init__(
-        self,
-        damping: Hyperparameter,
-        clip: Hyperparameter,
-        momentum: float | None,
-        weight_decay: float | None,
-    ) -> None:
-        self.momentum = momentum
-        self.weight_decay = weight_decay
-        self.damping = damping
-        self._clip = clip
+    def __init__(self, settings: KFACSettings) -> None:
+        self.settings = settings
 
     def plain_matrices(
         self, registry: Registry
@@ -123,11 +113,47 @@ class Natural:
         damping: tf.Tensor,
     ) -> list[Preconditioned]:
         """Compute the directions of the blocks, before scaling."""
+        # Rows: P is linear in the gradient. So each worker preconditions and
+        # checks its local gradient, and the results are summed.
         by_rows = [group for group in groups if group.has_rows]
+        rows = [scale_rows(group, step) for group in by_rows]
+        preconditioned = apply_cheaper(
+            lambda group, W: check(W, group.precondition(W), damping),
+            by_rows,
+            rows,
+        )
+        results = [
+            Preconditioned(group, *result)
+            for group, result in zip(by_rows, preconditioned, strict=True)
+        ]
+        if by_rows and step.group.size > 1:
+            sums = step.group.all_reduce([x.gradient.matrix for x in results])
+            products = []
+            for Ws, P in zip(rows, sums, strict=True):
+                pairs = zip(Ws, tf.split(P, len(Ws)), strict=True)
+                inner = [W.inner(MatrixGradient(part)) for W, part in pairs]
+                products.append(tf.concat(inner, 0))
+            products = step.group.all_reduce(products)
+            results = [
+                x._replace(gradient=MatrixGradient(P), product=product)
+                for x, P, product in zip(results, sums, products, strict=True)
+            ]
+        # Matrices: all workers have the reduced W. Workers with the
+        # decomposition of a block compute its P and send it to the others, so
+        # P is bitwise equal on all workers.
         dense = [group for group in groups if not group.has_rows]
-        return [
-            *precondition_rows(by_rows, step, damping),
-            *precondition_matrices(dense, step, exchange, damping),
+        plain = [matrices_of(group, step) for group in dense]
+        local = [
+            [group.precondition(W).matrix]
+            if group.state.decomposition is not None
+            else None
+            for group, W in zip(dense, plain, strict=True)
+        ]
+        positions = [group.positions for group in dense]
+        received = exchange.share_gradients(step.group, positions, local)
+        return results + [
+            Preconditioned(group, *check(W, MatrixGradient(P), damping))
+            for group, W, (P,) in zip(dense, plain, received, strict=True)
         ]
 
     def gradients(
@@ -143,38 +169,26 @@ class Natural:
 
         `sums` are the sums of `scalars` over the workers.
         """
-        gradients = self._clipped(directions, step, state, damping)
-        if self.weight_decay:
-            rate = step.job.inner_optimizer.learning_rate
+        optimizer, report = step.job.inner_optimizer, state.report
+        gradients, rate = step.gradients, optimizer.learning_rate
+        if directions:
+            products = [direction.product for direction in directions]
+            limit, kl_clip, hint_rate = self.settings.kl_clip.get(), None, None
+            if limit is not None:
+                kl_clip = self.settings.kl_clip.at(step.job.clock)
+                is_sgd = isinstance(optimizer, keras.optimizers.SGD)
+                hint_rate = rate if is_sgd else None
+            factor, length = clip_step(products, kl_clip, rate)
+            hint_due = report.record(factor, length, damping, hint_rate)
+            layers = [layer for x in directions for layer in x.group.layers]
+            when(hint_due, lambda: hint_at_clip(layers, step, report, limit))
+            gradients = replace_gradients(directions, factor, gradients)
+        weight_decay = self.settings.weight_decay
+        if weight_decay:
             for i in decayed(gradients, step):
                 w = replica_variable(step.variables[i])
-                w.assign_sub(tf.cast(rate * self.weight_decay, w.dtype) * w)
+                w.assign_sub(tf.cast(rate * weight_decay, w.dtype) * w)
         return gradients
-
-    def _clipped(
-        self,
-        directions: Sequence[Preconditioned],
-        step: Step,
-        state: State,
-        damping: tf.Tensor,
-    ) -> Gradients:
-        """Return the gradients with the clipped directions."""
-        if not directions:
-            return step.gradients
-        products = [direction.product for direction in directions]
-        rate = step.job.inner_optimizer.learning_rate
-        limit = None
-        if self._clip.get() is not None:
-            limit = self._clip.at(step.job.clock)
-        clip = clip_step(products, limit, rate)
-        optimizer, hint_rate = step.job.inner_optimizer, None
-        if limit is not None and isinstance(optimizer, keras.optimizers.SGD):
-            hint_rate = rate
-        hint_due = state.report.record(clip, damping, hint_rate)
-        layers = [x for direction in directions for x in direction.group.layers]
-        limit = self._clip.get()
-        when(hint_due, lambda: hint_at_clip(layers, step, state.report, limit))
-        return replace_gradients(directions, clip.factor, step.gradients)
 
     # --------------------------------------------------- binding and state
     def bytes(self, placement: Placement, rank: int) -> dict[str, int]:
@@ -249,76 +263,26 @@ def far_inputs(layers: Sequence[ActiveBlock]) -> tuple[str, tf.Tensor]:
 
 def clip_step(
     products: Sequence[tf.Tensor], kl_clip: tf.Tensor | None, learning_rate: Any
-) -> Clip:
-    """Return the clip `nu = min(1, sqrt(kl_clip / (lr^2 |sum <P, W>|)))`.
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return `nu = min(1, sqrt(kl_clip / length))`, `length`.
 
-    `lr^2 <P, W>` is the squared length of a step in the Fisher metric, about
-    twice the change of the model's predictions in nats (Distributed K-FAC,
-    eq. 16). `products` has `<P, W>` of the blocks of each group. The clip
+    The squared length of a step in the Fisher metric, `lr^2 |sum <P, W>|`, is
+    about twice the change of the model's predictions in nats (Distributed
+    K-FAC, eq. 16). `products` has `<P, W>` of the blocks of each group. `nu`
     is 1 if the length is 0 or `kl_clip` is None.
     """
     total = tf.abs(total_of(products))
     length = tf.square(tf.cast(learning_rate, tf.float64)) * total
     if kl_clip is None:
-        return Clip(tf.ones_like(length), length)
+        return tf.ones_like(length), length
     ratio = tf.sqrt(tf.math.divide_no_nan(tf.cast(kl_clip, tf.float64), length))
-    factor = tf.where(length > 0, tf.minimum(ratio, 1.0), 1.0)
-    return Clip(factor, length)
+    return tf.where(length > 0, tf.minimum(ratio, 1.0), 1.0), length
 
 
 def total_of(products: Sequence[tf.Tensor]) -> tf.Tensor:
     """Return the sum of vectors, in float64."""
     wide = [tf.cast(vector, tf.float64) for vector in products]
     return tf.reduce_sum(tf.concat(wide, 0))
-
-
-def precondition_matrices(
-    groups: Sequence[ActiveGroup],
-    step: Step,
-    exchange: Exchange,
-    damping: tf.Tensor,
-) -> list[Preconditioned]:
-    """Precondition dense gradients; P is bitwise equal on all workers.
-
-    All workers have the reduced W. Workers with the decomposition of a block
-    compute its P and send it to the others.
-    """
-    plain = [matrices_of(group, step) for group in groups]
-    local = [
-        [group.precondition(W).matrix]
-        if group.state.decomposition is not None
-        else None
-        for group, W in zip(groups, plain, strict=True)
-    ]
-    received = share(groups, local, step, exchange)
-    return [
-        Preconditioned(group, *check(W, MatrixGradient(P), damping))
-        for group, W, (P,) in zip(groups, plain, received, strict=True)
-    ]
-
-
-def share(
-    groups: Sequence[ActiveGroup],
-    local: Sequence[Sequence[tf.Tensor] | None],
-    step: Step,
-    exchange: Exchange,
-) -> list[Sequence[tf.Tensor]]:
-    """Return stacks of all groups; workers that have them send them."""
-    positions = [i for group in groups for i in group.positions]
-    if not exchange.sends_gradients(positions):
-        return [stacks for stacks in local if stacks is not None]
-    sent: dict[int, Sequence[tf.Tensor]] = {}
-    for group, stacks in zip(groups, local, strict=True):
-        by_layer = zip(*map(unstacked, stacks or ()), strict=True)
-        sent |= zip(group.positions, by_layer, strict=False)
-    received = exchange.share_gradients(step.group, sent, positions)
-    return [
-        [
-            tf.stack(tensors)
-            for tensors in zip(*(received[i] for i in x.positions), strict=True)
-        ]
-        for x in groups
-    ]
 
 
 def matrices_of(group: ActiveGroup, step: Step) -> MatrixGradient:
@@ -329,46 +293,7 @@ def matrices_of(group: ActiveGroup, step: Step) -> MatrixGradient:
     ]
     W = tf.stack(matrices)
     W.set_shape([len(matrices), *group.layers[0].block.gradient_shape])
-    return MatrixGradient(W).scaled(_reciprocal(step.loss.unit))
-
-
-def precondition_rows(
-    groups: Sequence[ActiveGroup], step: Step, damping: tf.Tensor
-) -> list[Preconditioned]:
-    """Precondition row gradients; every worker is a gradient worker.
-
-    P is linear in the gradient: each worker preconditions and checks its local
-    gradient, and the results are summed.
-    """
-
-    def compute(group: ActiveGroup, W: LayerGradient) -> tuple[Any, ...]:
-        return check(W, group.precondition(W), damping)
-
-    rows = [scale_rows(group, step) for group in groups]
-    results = [
-        Preconditioned(group, *result)
-        for group, result in zip(
-            groups, apply_cheaper(compute, groups, rows), strict=True
-        )
-    ]
-    if step.group.size == 1 or not groups:
-        return results
-    sums = step.group.all_reduce([x.gradient.matrix for x in results])
-    products = [
-        tf.concat(
-            [
-                W.inner(MatrixGradient(matrix))
-                for W, matrix in zip(Ws, tf.split(P, len(Ws)), strict=True)
-            ],
-            0,
-        )
-        for Ws, P in zip(rows, sums, strict=True)
-    ]
-    products = step.group.all_reduce(products)
-    return [
-        x._replace(gradient=MatrixGradient(P), product=product)
-        for x, P, product in zip(results, sums, products, strict=True)
-    ]
+    return MatrixGradient(W).scaled(tf.math.reciprocal_no_nan(step.loss.unit))
 
 
 def apply_cheaper(
@@ -388,64 +313,50 @@ def apply_cheaper(
             # Round down to a power of two: similar blocks share a branch.
             limit = 1 << (limit.bit_length() - 1)
             undecided.setdefault(limit, []).append(i)
-        elif num_rows <= limit:
-            results[i] = compute(group, joined(gradients))
         else:
-            results[i] = compute(group, _as_matrices(gradients))
+            results[i] = compute(group, joined(gradients, num_rows <= limit))
+
+    def branch(indices: Sequence[int], by_rows: bool) -> list[tuple[Any, ...]]:
+        pairs = [compute(groups[i], joined(rows[i], by_rows)) for i in indices]
+        return [(P.matrix, *tensors) for P, *tensors in pairs]
+
+    # Choose at run time. Layers of a group with different numbers of rows have
+    # matrices.
     for limit, indices in undecided.items():
-        pairs = [(groups[i], rows[i]) for i in indices]
-        results.update(
-            zip(indices, _apply_at_runtime(compute, pairs, limit), strict=True)
+        is_small = tf.constant(True)
+        for i in indices:
+            counts = tf.stack([tf.shape(W.a)[1] for W in rows[i]])
+            is_small &= tf.reduce_max(counts) <= limit
+            is_small &= tf.reduce_all(tf.equal(counts, counts[0]))
+        chosen = tf.cond(
+            is_small,
+            functools.partial(branch, indices, by_rows=True),
+            functools.partial(branch, indices, by_rows=False),
         )
+        for i, (matrix, *tensors) in zip(indices, chosen, strict=True):
+            results[i] = (MatrixGradient(matrix), *tensors)
     return [results[i] for i in range(len(groups))]
 
 
-def _apply_at_runtime(
-    compute: Callable[[ActiveGroup, LayerGradient], tuple[Any, ...]],
-    pairs: Sequence[tuple[ActiveGroup, Sequence[RowGradient]]],
-    limit: int,
-) -> list[tuple[Any, ...]]:
-    """Choose rows or matrices at run time, by the number of rows.
-
-    Layers of a group with different numbers of rows have matrices.
-    """
-
-    def by_rows() -> list[tuple[Any, ...]]:
-        results = [compute(group, joined(rows)) for group, rows in pairs]
-        return [(P.matrix, *tensors) for P, *tensors in results]
-
-    def by_matrices() -> list[tuple[Any, ...]]:
-        results = [compute(group, _as_matrices(rows)) for group, rows in pairs]
-        return [(P.matrix, *tensors) for P, *tensors in results]
-
-    is_small = tf.constant(True)
-    for _, rows in pairs:
-        counts = tf.stack([tf.shape(W.a)[1] for W in rows])
-        is_small &= tf.reduce_max(counts) <= limit
-        is_small &= tf.reduce_all(tf.equal(counts, counts[0]))
-    results = tf.cond(is_small, by_rows, by_matrices)
-    return [(MatrixGradient(matrix), *tensors) for matrix, *tensors in results]
-
-
-def joined(gradients: Sequence[RowGradient]) -> RowGradient:
-    """Join row gradients of the layers of a group."""
-    if len(gradients) == 1:
-        return gradients[0]
-    pairs = [(W.a, W.g) for W in gradients]
-    return RowGradient(*(tf.concat(x, 0) for x in zip(*pairs, strict=True)))
-
-
-def _as_matrices(rows: Sequence[RowGradient]) -> MatrixGradient:
-    matrices = [W.matrix for W in rows]
-    return MatrixGradient(
-        tf.concat(matrices, 0) if len(rows) > 1 else matrices[0]
+def joined(gradients: Sequence[RowGradient], by_rows: bool) -> LayerGradient:
+    """Join row gradients of the layers of a group, as rows or as matrices."""
+    if not by_rows:
+        return MatrixGradient(joined_stacks([W.matrix for W in gradients]))
+    return RowGradient(
+        joined_stacks([W.a for W in gradients]),
+        joined_stacks([W.g for W in gradients]),
     )
+
+
+def joined_stacks(stacks: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Concatenate stacks; one stack needs no operation."""
+    return tf.concat(stacks, 0) if len(stacks) > 1 else stacks[0]
 
 
 def scale_rows(group: ActiveGroup, step: Step) -> list[RowGradient]:
     """Divide rows by the unit of the loss; weight them by `step.share`."""
     rows = [layer.rows for layer in group.layers if layer.rows is not None]
-    scale, share = _reciprocal(step.loss.unit), step.share
+    scale, share = tf.math.reciprocal_no_nan(step.loss.unit), step.share
     if share is None:
         return [W.scaled(scale) for W in rows]
     # Without terms (share 0), replace `a` and `g` by 0: they may be NaN.
@@ -458,10 +369,6 @@ def scale_rows(group: ActiveGroup, step: Step) -> list[RowGradient]:
         )
         for W in rows
     ]
-
-
-def _reciprocal(unit: tf.Tensor) -> tf.Tensor:
-    return tf.math.divide_no_nan(tf.ones_like(unit), unit)
 
 
 def replace_gradients(

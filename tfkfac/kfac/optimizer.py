@@ -28,7 +28,6 @@ from tfkfac.kfac.settings import (
     choose_optimizers,
     choose_step,
     serialize_layer_rule,
-    with_fraction,
 )
 from tfkfac.shell.arguments import (
     Hyperparameter,
@@ -249,8 +248,9 @@ class KFAC(SecondOrderOptimizer):
         max_skipped_steps: int | None = 100,
         name: str = "kfac",
     ) -> None:
-        if gradient_worker_fraction is not None:
-            distribution = with_fraction(distribution, gradient_worker_fraction)
+        distribution = check_distribution(
+            distribution, gradient_worker_fraction
+        )
         step = choose_step(step, inner_optimizer, learning_rate, kl_clip)
         momentum = if_given(check_range, "momentum", momentum, 0, 1)
         weight_decay = if_given(check_range, "weight_decay", weight_decay, 0)
@@ -276,7 +276,7 @@ class KFAC(SecondOrderOptimizer):
             ),
             fisher=if_given(check_choice, "fisher", fisher, TYPES),
             solver=check_choice("solver", solver, tuple(sorted(SOLVERS))),
-            distribution=check_distribution("distribution", distribution),
+            distribution=distribution,
             factor_update_interval=interval(
                 "factor_update_interval", factor_update_interval
             ),
@@ -284,8 +284,10 @@ class KFAC(SecondOrderOptimizer):
                 "inverse_update_interval", inverse_update_interval
             ),
             factor_decay=check_range("factor_decay", factor_decay, 0, 1),
-            factor_batch_fraction=check_batch_fraction(
-                "factor_batch_fraction", factor_batch_fraction
+            factor_batch_fraction=if_given(
+                check_batch_fraction,
+                "factor_batch_fraction",
+                factor_batch_fraction,
             ),
             weight_sharing=check_choice(
                 "weight_sharing", weight_sharing, WEIGHT_SHARING

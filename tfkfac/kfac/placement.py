@@ -5,7 +5,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -37,9 +37,11 @@ from tfkfac.factors import Part, Tensors
 from tfkfac.factors.base import Wire
 from tfkfac.fisher.types import Statistics
 from tfkfac.kfac.settings import Distribution
+from tfkfac.linalg.tensors import unstacked
 from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.solvers import Solver
 
+T = TypeVar("T")
 Numbers = np.ndarray  # one number per worker
 # Scaled sums stay below this bound, within float16 (largest number 65504).
 _MAX_SUM = 2.0**15
@@ -76,10 +78,13 @@ class BlockCost:
             statistics_bytes += total * (wire.factor_dtype or block.dtype).size
             # Add the row count and, in half precision, the scales, which are
             # sent in the dtype of the block.
-            scales = math.prod(factor.storage.scale_shape)
-            statistics_bytes += item * (
-                1 + scales * (wire.factor_dtype is not None)
-            )
+            scales = 0
+            if wire.factor_dtype is not None:
+                spec = factor.storage
+                scales = spec.elements // math.prod(
+                    spec.shape[i] for i in spec.axes
+                )
+            statistics_bytes += item * (1 + scales)
         sent_bytes = {}
         for name in factors:
             sent = solver.parts(factors, name).values()
@@ -260,88 +265,83 @@ class Exchange:
         `parts` are this worker's decompositions, `layers` all layers to send in
         this step. Returns the decompositions that this worker needs.
         """
-        items = self._decomposition_items(layers)
-        specs = {
-            i: self.solver.all_parts(self.blocks[i].factors) for i in layers
-        }
+        # In equal order on all workers.
+        items: list[Item] = []
+        specs: dict[tuple[int, str], Part] = {}
+        for i in sorted(layers):
+            dtype = self.wire.inverse_dtype or self.blocks[i].dtype
+            for factor, owner in self.plan.layers[i].owners.items():
+                members = self.plan.decomposition_group(i, factor)
+                by_name = self.solver.parts(self.blocks[i].factors, factor)
+                for name, spec in by_name.items():
+                    packed = tf.TensorSpec(self.wire.shape(spec), dtype)
+                    items.append(Item(i, name, packed, owner, members))
+                    specs[i, name] = spec
 
         def value_of(item: Item) -> tf.Tensor:
-            value = parts[item.layer][item.name]
-            value = tf.cast(value, self._decomposition_dtype(item.layer))
-            return self.wire.pack(specs[item.layer][item.name], value)
+            value = tf.cast(parts[item.layer][item.name], item.spec.dtype)
+            return self.wire.pack(specs[item.layer, item.name], value)
 
         with tf.name_scope("decompositions"):
             values = broadcast_items(communicator, items, value_of)
         received: dict[int, dict[str, tf.Tensor]] = {}
         for (layer, name), value in values.items():
-            value = self.wire.unpack(specs[layer][name], value)
+            value = self.wire.unpack(specs[layer, name], value)
             value = tf.cast(value, self.blocks[layer].dtype)
             received.setdefault(layer, {})[name] = value
         return received
 
-    def _decomposition_items(self, layers: Sequence[int]) -> list[Item]:
-        """Return decompositions to broadcast, in equal order on all workers."""
-        items = []
-        for i in sorted(layers):
-            for factor, owner in self.plan.layers[i].owners.items():
-                members = self.plan.decomposition_group(i, factor)
-                specs = self.solver.parts(self.blocks[i].factors, factor)
-                for name, spec in specs.items():
-                    packed = tf.TensorSpec(
-                        self.wire.shape(spec), self._decomposition_dtype(i)
-                    )
-                    items.append(Item(i, name, packed, owner, members))
-        return items
-
-    def _decomposition_dtype(self, layer: int) -> tf.DType:
-        return self.wire.inverse_dtype or self.blocks[layer].dtype
-
     # ------------------------------------------- preconditioned gradients
-    def stages(self, layers: Sequence[int]) -> list[list[int]]:
+    def stages(self, layers: Mapping[int, T]) -> list[list[T]]:
         """Group layers into stages that overlap communication and computation.
 
         If no worker needs another's decompositions, the gradients of a stage
         are sent while the next stage is decomposed (DP-KFAC, section 5).
         Otherwise there is a single stage.
         """
-        if self.plan.sends_decompositions:
-            return [list(layers)]
-        stages = [
-            sorted({item.layer for item in items})
-            for items in rounds(self._gradient_items(layers))
-        ]
-        return stages or [list(layers)]
+        stages: list[list[T]] = []
+        if not self.plan.sends_decompositions:
+            stages = [
+                [layers[i] for i in sorted({item.layer for item in items})]
+                for items in rounds(self._gradient_items(list(layers)))
+            ]
+        return stages or [list(layers.values())]
 
     def share_gradients(
         self,
         communicator: Communicator,
-        local: Mapping[int, Sequence[tf.Tensor]],
-        layers: Sequence[int],
-    ) -> dict[int, list[tf.Tensor]]:
+        groups: Sequence[Sequence[int]],
+        local: Sequence[Sequence[tf.Tensor] | None],
+    ) -> list[Sequence[tf.Tensor]]:
         """Broadcast preconditioned gradients from gradient workers.
 
-        `local` maps a layer to the tensors of this worker: gradients, then a
-        vector of `num_scalars`. The result has all layers.
+        `groups` are the layers of each group. `local` are the stacks of each
+        group on this worker, or None: gradients, and `num_scalars` per layer.
+        The result has the stacks of all groups.
         """
-        items = self._gradient_items(layers)
+        items = self._gradient_items([i for layers in groups for i in layers])
+        if not items:
+            return [stacks for stacks in local if stacks is not None]
+        tensors: dict[int, Sequence[tf.Tensor]] = {}
+        for layers, stacks in zip(groups, local, strict=True):
+            by_layer = zip(*map(unstacked, stacks or ()), strict=True)
+            tensors |= zip(layers, by_layer, strict=False)
         with tf.name_scope("preconditioned"):
             received = broadcast_items(
-                communicator, items, lambda item: flatten(local[item.layer])
+                communicator, items, lambda item: flatten(tensors[item.layer])
             )
-        shared = {i: list(tensors) for i, tensors in local.items()}
         for (layer, _), flat in received.items():
-            shared[layer] = unflatten(flat, self._gradient_specs(layer))
-        return shared
-
-    def sends_gradients(self, layers: Sequence[int]) -> bool:
-        """True if any preconditioned gradient is sent."""
-        return bool(self._gradient_items(layers))
-
-    def _gradient_specs(self, layer: int) -> list[tf.TensorSpec]:
-        """Return the specs of a preconditioned gradient and of the scalars."""
-        block, count = self.blocks[layer], self.num_scalars
-        shapes = [block.gradient_shape, *([(count,)] if count else [])]
-        return [tf.TensorSpec(shape, block.dtype) for shape in shapes]
+            block, count = self.blocks[layer], self.num_scalars
+            shapes = [block.gradient_shape, *([(count,)] if count else [])]
+            specs = [tf.TensorSpec(shape, block.dtype) for shape in shapes]
+            tensors[layer] = unflatten(flat, specs)
+        return [
+            [
+                tf.stack(rows)
+                for rows in zip(*(tensors[i] for i in layers), strict=True)
+            ]
+            for layers in groups
+        ]
 
     def _gradient_items(self, layers: Sequence[int]) -> list[Item]:
         """Return gradients to broadcast, in the same order on every worker."""
@@ -351,8 +351,10 @@ class Exchange:
             flat = tf.TensorSpec(
                 [size + self.num_scalars], self.blocks[i].dtype
             )
-            for root, members in self.plan.gradient_groups(i):
-                items.append(Item(i, str(root), flat, root, members))
+            for root, receivers in self.plan.layers[i].receivers.items():
+                if receivers:
+                    members = tuple(sorted((root, *receivers)))
+                    items.append(Item(i, str(root), flat, root, members))
         return items
 
 
@@ -371,6 +373,7 @@ class Placement:
         num_scalars: int = 0,
     ) -> None:
         self.registry = registry
+        self.blocks = registry.blocks  # in the order of the layers
         self.topology = topology
         self.solver = solver
         self.distribution = distribution
@@ -403,11 +406,6 @@ class Placement:
         ]
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
-        """The blocks, in the order of the layers."""
-        return self.registry.blocks
-
-    @property
     def takes_rows(self) -> bool:
         """True if gradients may be preconditioned as rows (a, g).
 
@@ -419,25 +417,10 @@ class Placement:
         )
         return self.solver.takes_rows and all_precondition
 
-    def block_bytes(self, rank: int, layer: int) -> int:
-        """Bytes of factors and decomposition of a block on a worker."""
-        cost, plan = self.costs[layer], self.plan
-        factors = sum(cost.factors[name] for name in plan.owns(rank, layer))
-        return factors + cost.decomposition * plan.preconditions(rank, layer)
-
     def state_bytes(self, rank: int) -> dict[str, int]:
         """Bytes of factors and decompositions of a worker."""
         state = Loads(self.plan).state(self.costs)
         return {name: int(sums[rank]) for name, sums in state.items()}
-
-    def accumulated_bytes(self, rank: int) -> int:
-        """Bytes of a worker's sums of statistics over micro-batches."""
-        return sum(
-            (factor.elements + 1) * block.dtype.size
-            for i, block in enumerate(self.blocks)
-            if self.plan.observes(rank, i)
-            for factor in block.factors.values()
-        )
 
     def communication_bytes(
         self, rank: int, gradient_bytes: int
@@ -495,42 +478,30 @@ def assign_groups(
     for by_worker, layer, factors in zip(work, layers, shapes, strict=True):
         for name, factor in factors.items():
             by_worker[layer.owners[name]] += cost(factor, "compute")
-    largest = max((max(w.values()) for w in work), default=0)
-    for count in range(1, _MAX_GROUPS + 1):
-        groups, longest = _divide(work, count)
-        if longest <= _SLACK * max(_MIN_OPERATIONS, largest):
-            break
-    return groups
-
-
-def _divide(
-    work: Sequence[Mapping[int, int]], count: int
-) -> tuple[tuple[int, ...], int]:
-    """Divide blocks into groups; return also the operations of the longest.
-
-    `work` has the operations of each block by worker. The length of a group is
-    the number of operations of its busiest worker. Starting with the largest
-    block, choose a group that a block does not lengthen, else the group that is
-    then the shortest. For one worker this is longest processing time first.
-    """
-    sums: list[Counter[int]] = [Counter() for _ in range(count)]
-    lengths = [0] * count
-    groups = [0] * len(work)
     sizes = [max(by_worker.values()) for by_worker in work]
-    for block in sorted(range(len(work)), key=lambda b: (-sizes[b], b)):
-        lengthened = [
-            max(length, *(loads[w] + n for w, n in work[block].items()))
-            for length, loads in zip(lengths, sums, strict=True)
-        ]
-        limits = [length + _TOLERANCE * sizes[block] for length in lengths]
-        group = min(
-            range(count),
-            key=lambda g: (lengthened[g] > limits[g], lengthened[g]),
-        )
-        groups[block] = group
-        sums[group].update(work[block])
-        lengths[group] = lengthened[group]
-    return tuple(groups), max(lengths)
+    limit = _SLACK * max(_MIN_OPERATIONS, *sizes, 0)
+    for count in range(1, _MAX_GROUPS + 1):
+        sums: list[Counter[int]] = [Counter() for _ in range(count)]
+        lengths, groups = [0] * count, [0] * len(work)
+        # Starting with the largest block, choose a group that a block does not
+        # lengthen, else the group that is then the shortest. For one worker
+        # this is longest processing time first.
+        for block in sorted(range(len(work)), key=lambda b: (-sizes[b], b)):
+            lengthened = [
+                max(length, *(loads[w] + n for w, n in work[block].items()))
+                for length, loads in zip(lengths, sums, strict=True)
+            ]
+            limits = [length + _TOLERANCE * sizes[block] for length in lengths]
+            group = min(
+                range(count),
+                key=lambda g: (lengthened[g] > limits[g], lengthened[g]),
+            )
+            groups[block] = group
+            sums[group].update(work[block])
+            lengths[group] = lengthened[group]
+        if max(lengths) <= limit:
+            break
+    return tuple(groups)
 
 
 def find_due_groups(
@@ -538,18 +509,14 @@ def find_due_groups(
     interval: tf.Tensor,
     factor_interval: tf.Tensor,
     clock: tf.Tensor,
-) -> list[tf.Tensor]:
+) -> tf.Tensor:
     """Return a bool per schedule group, True if its inverse update is due.
 
     Each group is due once per interval. With several groups, a group that
     coincides with a factor update is delayed by a step.
     """
-
-    def conflict(offset: tf.Tensor) -> tf.Tensor:
-        coincides = tf.equal(offset % factor_interval, 0)
-        return tf.cast(coincides & (factor_interval > 1), tf.int64)
-
-    offsets = [group * interval // count for group in range(count)]
+    offsets = tf.constant([*range(count)], tf.int64) * interval // count
     if count > 1:
-        offsets = [offset + conflict(offset) for offset in offsets]
-    return [tf.equal((clock - offset) % interval, 0) for offset in offsets]
+        coincides = tf.equal(offsets % factor_interval, 0)
+        offsets += tf.cast(coincides & (factor_interval > 1), tf.int64)
+    return tf.equal((clock - offsets) % interval, 0)

@@ -3,12 +3,10 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from tfkfac.blocks import Block
 from tfkfac.blocks.registry import EXCLUDED, Leftover, Registry, count_weights
 from tfkfac.capture.walk import SKIPPED
 from tfkfac.compat.models import last_layers
 from tfkfac.factors import LowRank
-from tfkfac.fisher.types import Choice
 from tfkfac.kfac.natural import Natural
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import State
@@ -31,20 +29,20 @@ def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
     Layers that arguments or the step rule exclude, and matrices that the step
     rule trains itself, do not count.
     """
-    intended_reasons = SKIPPED, EXCLUDED
-    plain = {id(variable) for _, variable in rule.plain_matrices(registry)}
+    matrices = [variable for _, variable in rule.plain_matrices(registry)]
+    plain = {id(variable) for variable in matrices}
     uncovered = [
         dataclasses.replace(
             item,
             variables=tuple(v for v in item.variables if id(v) not in plain),
         )
         for item in registry.uncovered
-        if item.reason not in intended_reasons
+        if item.reason not in (SKIPPED, EXCLUDED)
     ]
     uncovered = [item for item in uncovered if item.variables]
     covered = registry.covered
-    matrices = count_weights([v for _, v in rule.plain_matrices(registry)])
-    total = covered + matrices + sum(item.weights for item in uncovered)
+    trained = covered + count_weights(matrices)
+    total = trained + sum(item.weights for item in uncovered)
     last_ids = {id(w) for x in last_layers(job.model) for w in x.weights}
 
     def is_important(item: Leftover) -> bool:
@@ -54,7 +52,6 @@ def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
         )
 
     has_important = any(map(is_important, uncovered))
-    trained = covered + matrices
     if trained >= _LOW_COVERAGE * total and not has_important:
         return None
     coverage = (
@@ -169,60 +166,8 @@ def describe(
         if rows:
             lines += ["", title]
             lines += table(("Layer", "Variable", "Weights", "Reason"), rows)
-    lines += ["", totals(placement, sizes)]
-    return lines
-
-
-def fisher_text(argument: str | None, choice: Choice | None) -> str:
-    """Summary line of the Fisher matrix; no `choice` before training."""
-    if choice is None:
-        description = argument or "chosen by the loss when training"
-        return f"Fisher matrix: {description}"
-    reason = f" ({choice.reason})" if choice.reason else ""
-    return f"Fisher matrix: {choice.type}{reason}"
-
-
-def block_row(
-    placement: Placement, states: Sequence[State], layer: int
-) -> tuple[str, ...]:
-    """Table row of one block, with the bytes of its state on this worker."""
-    block, rank = placement.blocks[layer], placement.topology.local[0]
-    row = [
-        block.path,
-        block.kind,
-        *(factor_text(block, name, states) for name in ("A", "G")),
-        f"{count_weights(block.variables):,}",
-        bytes_text(placement.block_bytes(rank, layer)),
-    ]
-    if placement.topology.replicas > 1:
-        plan = placement.plan.layers[layer]
-        owners = dict.fromkeys(map(str, plan.owners.values()))
-        if len(owners) > 1:
-            owners = {f"{k}: {owner}": None for k, owner in plan.owners.items()}
-        row += [", ".join(owners), ", ".join(map(str, plan.gradient_workers))]
-    return tuple(row)
-
-
-def factor_text(block: Block, name: str, states: Sequence[State]) -> str:
-    """Type of a factor; with the fraction of the trace if it is low-rank."""
-    spec = block.factors.get(name)
-    if spec is None:
-        return "-"
-    if isinstance(spec, LowRank):
-        for group in (group for state in states for group in state.averages):
-            if block not in group.blocks or name not in group.names:
-                continue
-            row = group.blocks.index(block)
-            if group.weight[row] > 0:
-                fraction = float(spec.explained(group.values()[name][row]))
-                return f"{spec.text} ({fraction:.0%} of trace)"
-    return spec.text
-
-
-def totals(placement: Placement, sizes: Mapping[str, int]) -> str:
-    """Return the last line of the summary: covered weights, state bytes."""
     covered = placement.registry.covered
-    uncovered = sum(item.weights for item in placement.registry.uncovered)
+    total = covered + sum(x.weights for x in placement.registry.uncovered)
     topology = placement.topology
     worker = f" of worker {topology.local[0]}" if topology.replicas > 1 else ""
     state_sizes = [
@@ -230,7 +175,45 @@ def totals(placement: Placement, sizes: Mapping[str, int]) -> str:
         for name, size in sizes.items()
         if name != "total"
     ]
-    return (
-        f"Preconditioned weights: {covered:,} of {covered + uncovered:,}. "
-        f"State{worker}: {', '.join(state_sizes)}."
-    )
+    return [
+        *lines,
+        "",
+        f"Preconditioned weights: {covered:,} of {total:,}. "
+        f"State{worker}: {', '.join(state_sizes)}.",
+    ]
+
+
+def block_row(
+    placement: Placement, states: Sequence[State], layer: int
+) -> tuple[str, ...]:
+    """Table row of one block, with the bytes of its state on this worker."""
+    block, rank = placement.blocks[layer], placement.topology.local[0]
+    cost, plan = placement.costs[layer], placement.plan
+    state_bytes = cost.decomposition * plan.preconditions(rank, layer)
+    state_bytes += sum(cost.factors[name] for name in plan.owns(rank, layer))
+    averages = [group for state in states for group in state.averages]
+    texts = {"A": "-", "G": "-"}
+    for name, spec in block.factors.items():
+        texts[name] = spec.text
+        for group in averages:
+            if not isinstance(spec, LowRank) or name not in group.names:
+                continue
+            index = group.blocks.index(block) if block in group.blocks else None
+            if index is not None and group.weight[index] > 0:
+                share = float(spec.explained(group.values()[name][index]))
+                texts[name] = f"{spec.text} ({share:.0%} of trace)"
+    row = [
+        block.path,
+        block.kind,
+        *texts.values(),
+        f"{count_weights(block.variables):,}",
+        bytes_text(state_bytes),
+    ]
+    if placement.topology.replicas > 1:
+        by_name = plan.layers[layer].owners
+        owners = dict.fromkeys(map(str, by_name.values()))
+        if len(owners) > 1:
+            owners = dict.fromkeys(f"{k}: {w}" for k, w in by_name.items())
+        workers = map(str, plan.layers[layer].gradient_workers)
+        row += [", ".join(owners), ", ".join(workers)]
+    return tuple(row)

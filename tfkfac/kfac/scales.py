@@ -44,21 +44,6 @@ _FAR = 4.0  # mean square error over `s_y^2` above which the outputs are fitted
 _CONSTANT = 1e-13
 
 
-class Units(NamedTuple):
-    """Units of a step.
-
-    Attributes:
-        factor: `U / u`, the largest unit over the largest u.
-        deviations: Standard deviation s_y of the labels of each loss, None for
-            a loss without a free scale.
-        powers: Mean square of the labels of each loss, likewise.
-    """
-
-    factor: tf.Tensor
-    deviations: Sequence[tf.Tensor | None]
-    powers: Sequence[tf.Tensor | None]
-
-
 class Moments:
     """Sums over the labels, weights and outputs of a batch.
 
@@ -108,14 +93,23 @@ class Moments:
             size = averages.read_value().shape[0]
         return size not in (0, sum(self._averaged_sizes))
 
-    def update(self, averages: tf.Variable, totals: tf.Tensor) -> Units:
-        """Add the sums of all workers to the running sums."""
+    def update(
+        self, averages: tf.Variable, totals: tf.Tensor
+    ) -> tuple[tf.Tensor, list[tf.Tensor | None], Changes]:
+        """Add the sums of all workers to the running sums.
+
+        Returns:
+            `U / u`, the largest unit over the largest u; the standard deviation
+            s_y of the labels of each loss, None for a loss without a free
+            scale; and the changes of weights by `OutputFit`.
+        """
         old = _read(averages, sum(self._averaged_sizes))
+        batch = tf.split(totals, self._sizes)
         sums = [
             total + decay * part if total.shape[0] else part
             for part, total, decay in zip(
                 tf.split(old, self._averaged_sizes),
-                tf.split(totals, self._sizes),
+                batch,
                 self._decays,
                 strict=False,
             )
@@ -123,41 +117,29 @@ class Moments:
         new = select(all_finite([totals]), tf.concat(sums, 0), old)
         averages.assign(new)
         parts, count = tf.split(new, self._averaged_sizes), len(self._losses)
-        units, deviations, powers = [], [], []
-        for terms, unit, has_weights, weights, labels in zip(
-            self._losses,
-            self._units,
-            self._sizes,
-            parts,
-            parts[count:],
-            strict=False,
+        units: list[tf.Tensor] = []
+        deviations: list[tf.Tensor | None] = []
+        changes: Changes = {}
+        for i, (terms, unit, fit) in enumerate(
+            zip(self._losses, self._units, self._fits, strict=True)
         ):
-            deviation = power = None
-            if has_weights:
+            weights, labels, deviation = parts[i], parts[count + i], None
+            if self._sizes[i]:
                 mean = tf.math.divide_no_nan(weights[0], weights[1])
                 unit *= tf.where(mean > 0, mean, 1.0)
             if labels.shape[0]:
                 deviation, power = _deviation(labels)
                 spread = terms.likelihood.spread or tf.square
                 unit *= spread(deviation)
+                if fit is not None:
+                    fit_sums = batch[2 * count + i]
+                    changes |= fit.changes(fit_sums, deviation, power)
             units.append(unit)
             deviations.append(deviation)
-            powers.append(power)
         factor = tf.math.divide_no_nan(
             tf.reduce_max(units), tf.reduce_max(self._units)
         )
-        return Units(tf.where(factor > 0, factor, 1.0), deviations, powers)
-
-    def changes(self, totals: tf.Tensor, units: Units) -> Changes:
-        """Return the changes of weights by `OutputFit`, see `Changes`."""
-        parts = tf.split(totals, self._sizes)[len(self._averaged_sizes) :]
-        changes: Changes = {}
-        for fit, sums, deviation, power in zip(
-            self._fits, parts, units.deviations, units.powers, strict=True
-        ):
-            if fit is not None and deviation is not None:
-                changes |= fit.changes(sums, deviation, power)
-        return changes
+        return tf.where(factor > 0, factor, 1.0), deviations, changes
 
 
 def _read(sums: tf.Variable, size: int) -> tf.Tensor:

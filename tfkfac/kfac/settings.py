@@ -18,13 +18,7 @@ from tfkfac.shell.arguments import (
     check_inner,
     choose_inner,
 )
-from tfkfac.shell.rest import (
-    INNER,
-    LengthRate,
-    ProportionalRate,
-    choose_rest,
-    default_rest_rate,
-)
+from tfkfac.shell.rest import INNER, LengthRate, choose_rest, default_rest_rate
 from tfkfac.shell.small_rates import RATE
 
 # Default learning rate of natural-gradient steps, whose length is clipped.
@@ -46,13 +40,7 @@ WEIGHT_SHARING = ("expand", "reduce", "average")
 _DTYPES = ("float32", "bfloat16", "float16")
 # Key under which a config stores the name of a layer class.
 _CLASS = "layer_class"
-_FLAGS = (
-    ("a", re.ASCII),
-    ("i", re.IGNORECASE),
-    ("m", re.MULTILINE),
-    ("s", re.DOTALL),
-    ("x", re.VERBOSE),
-)
+_FLAGS = {"a": re.A, "i": re.I, "m": re.M, "s": re.S, "x": re.X}
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
@@ -107,7 +95,18 @@ class Distribution(Settings):
         if self.assignment is not None:
             check_choice("assignment", self.assignment, POLICIES)
         check_bool("symmetric", self.symmetric)
-        self._check("gradient_worker_fraction", self._check_fraction)
+        fraction = self.gradient_worker_fraction
+        # Keep None in the config: the default depends on the number of workers.
+        if fraction is not None:
+            is_valid = is_number(fraction) and 0 < fraction <= 1
+            if not is_valid or self.mode != "hybrid_opt":
+                raise ValueError(
+                    "Argument `gradient_worker_fraction` must be a number in "
+                    "(0, 1] with mode='hybrid_opt', and None with any other. "
+                    f"Received: gradient_worker_fraction={fraction!r} with "
+                    f"mode={self.mode!r}"
+                )
+            self._check("gradient_worker_fraction", lambda _, x: float(x))
         self._check("factor_dtype", _check_dtype)
         self._check("inverse_dtype", _check_dtype)
         if self.inverse_dtype == "float16":
@@ -117,22 +116,6 @@ class Distribution(Settings):
                 "vanish; bfloat16 takes as much memory. Received: "
                 "inverse_dtype='float16'"
             )
-
-    def _check_fraction(self, name: str, value: Any) -> float | None:
-        """Check the fraction of gradient workers.
-
-        Keep None in the config: the default depends on the number of workers.
-        """
-        if value is None:
-            return None
-        is_hybrid = self.mode == "hybrid_opt"
-        if not is_hybrid or not is_number(value) or not 0 < value <= 1:
-            raise ValueError(
-                f"Argument `{name}` must be a number in (0, 1] with "
-                "mode='hybrid_opt', and None with any other. Received: "
-                f"{name}={value!r} with mode={self.mode!r}"
-            )
-        return float(value)
 
     @property
     def wire_dtype(self) -> tf.DType | None:
@@ -145,35 +128,33 @@ class Distribution(Settings):
         return self.inverse_dtype and tf.as_dtype(self.inverse_dtype)
 
 
-def with_fraction(distribution: Any, fraction: Any) -> Distribution:
-    """Create a distribution from a mode and a `gradient_worker_fraction`."""
-    if isinstance(distribution, Distribution):
-        raise ValueError(
-            "Argument `gradient_worker_fraction` must be given inside of "
-            f"`distribution`. Received: gradient_worker_fraction={fraction!r} "
-            f"with distribution={distribution!r}"
-        )
-    return Distribution(distribution, gradient_worker_fraction=fraction)
-
-
 def _check_dtype(name: str, value: Any) -> str | None:
     """Check a dtype or its name; return the name, or None."""
     value = getattr(value, "name", value)
     return None if value is None else check_choice(name, value, _DTYPES)
 
 
-def check_distribution(name: str, value: Any) -> str | Distribution:
-    """Return `value` if it is a `Distribution` or the name of a mode."""
+def check_distribution(value: Any, fraction: Any) -> str | Distribution:
+    """Return a `Distribution` or the name of a mode.
+
+    `fraction` is the argument `gradient_worker_fraction` of `KFAC`.
+    """
     if isinstance(value, Distribution):
-        return value
+        if fraction is None:
+            return value
+        raise ValueError(
+            "Argument `gradient_worker_fraction` must be given inside of "
+            f"`distribution`. Received: gradient_worker_fraction={fraction!r} "
+            f"with distribution={value!r}"
+        )
+    if fraction is not None:
+        return Distribution(value, gradient_worker_fraction=fraction)
     alternatives = " or a `tfkfac.Distribution`"
-    return check_choice(name, value, tuple(MODES), alternatives)
+    return check_choice("distribution", value, tuple(MODES), alternatives)
 
 
-def check_batch_fraction(name: str, value: Any) -> float | None:
-    """Return a fraction of a batch as a float in (0, 1], or None."""
-    if value is None:
-        return None
+def check_batch_fraction(name: str, value: Any) -> float:
+    """Return a fraction of a batch, in (0, 1], as a float."""
     if not is_number(value) or not 0 < value <= 1:
         raise ValueError(
             f"Argument `{name}` must be a number in (0, 1] or None. "
@@ -190,7 +171,10 @@ def check_factor_dim(name: str, value: Any) -> int | str | None:
 
 
 def check_layer_rules(name: str, value: Any) -> tuple[LayerRule, ...]:
-    """Return an argument's rules (names, patterns, classes) as a tuple."""
+    """Return an argument's rules (names, patterns, classes) as a tuple.
+
+    Look up the class of a rule that comes from a config.
+    """
     if isinstance(value, (str, type, re.Pattern)):
         value = (value,)
     if not isinstance(value, (list, tuple, set, frozenset)):
@@ -198,65 +182,44 @@ def check_layer_rules(name: str, value: Any) -> tuple[LayerRule, ...]:
             f"Argument `{name}` must be a list or tuple of layer names, "
             f"regular expressions or layer classes. Received: {name}={value!r}"
         )
-    return tuple(check_layer_rule(name, rule) for rule in value)
-
-
-def check_layer_rule(name: str, rule: Any) -> LayerRule:
-    """Check a layer rule; look up the class if the rule comes from a config."""
-    if isinstance(rule, dict) and _CLASS in rule:
-        class_name = rule[_CLASS]
-        registered = keras.saving.get_registered_object(class_name)
-        rule = registered or getattr(keras.layers, class_name, class_name)
-    if isinstance(rule, re.Pattern) and isinstance(rule.pattern, str):
-        return rule
-    if isinstance(rule, type) and issubclass(rule, keras.layers.Layer):
-        return rule
-    if isinstance(rule, str):
-        try:
-            re.compile(rule)
-        except re.error as error:
+    rules: list[Any] = []
+    for rule in value:
+        if isinstance(rule, dict) and _CLASS in rule:
+            class_name = rule[_CLASS]
+            registered = keras.saving.get_registered_object(class_name)
+            rule = registered or getattr(keras.layers, class_name, class_name)
+        is_layer = isinstance(rule, type)
+        is_layer = is_layer and issubclass(rule, keras.layers.Layer)
+        is_pattern = isinstance(rule, re.Pattern)
+        is_pattern = is_pattern and isinstance(rule.pattern, str)
+        if isinstance(rule, str):
+            try:
+                re.compile(rule)
+            except re.error as error:
+                raise ValueError(
+                    f"Argument `{name}` must hold valid regular expressions. "
+                    f"Received: {rule!r} ({error})"
+                ) from error
+        elif not is_layer and not is_pattern:
             raise ValueError(
-                f"Argument `{name}` must hold valid regular expressions. "
-                f"Received: {rule!r} ({error})"
-            ) from error
-        return rule
-    raise ValueError(
-        f"Argument `{name}` must hold layer names, regular expressions or "
-        f"layer classes. Received: {rule!r} (of type {type(rule)})"
-    )
+                f"Argument `{name}` must hold layer names, regular expressions "
+                f"or layer classes. Received: {rule!r} (of type {type(rule)})"
+            )
+        rules.append(rule)
+    return tuple(rules)
 
 
 def serialize_layer_rule(rule: LayerRule) -> Any:
     """Return the JSON form of a rule for a config."""
     if isinstance(rule, re.Pattern):
         # Write flags such as IGNORECASE into the pattern.
-        flags = "".join(letter for letter, flag in _FLAGS if rule.flags & flag)
+        flags = "".join(
+            letter for letter, flag in _FLAGS.items() if rule.flags & flag
+        )
         return f"(?{flags}){rule.pattern}" if flags else rule.pattern
     if isinstance(rule, type):
         return {_CLASS: keras.saving.get_registered_name(rule)}
     return rule
-
-
-def check_spectral(
-    inner: keras.optimizers.Optimizer, rest_optimizer: Any
-) -> None:
-    """Check the inner and the rest optimizer of spectral steps."""
-    names = ("momentum", "clipnorm", "clipvalue", "global_clipnorm")
-    forbidden = [name for name in names if getattr(inner, name, None)]
-    if type(inner) is not keras.optimizers.SGD or forbidden:
-        raise ValueError(
-            "Argument `inner_optimizer` must be SGD without momentum or "
-            "clipping with step='spectral', which has a length and a momentum "
-            "of its own. Pass step='natural' for another inner optimizer, or "
-            "`rest_optimizer` for the uncovered weights. Received: "
-            f"inner_optimizer={type(inner).__name__}({', '.join(forbidden)})"
-        )
-    if rest_optimizer == INNER:
-        raise ValueError(
-            "Argument `rest_optimizer` must be an optimizer with spectral "
-            "steps; pass step='natural' to leave the uncovered weights to the "
-            f"inner optimizer. Received: rest_optimizer={rest_optimizer!r}"
-        )
 
 
 def choose_step(
@@ -305,12 +268,26 @@ def choose_optimizers(
             f"{weight_decay} with inner_optimizer.weight_decay="
             f"{inner.weight_decay}"
         )
-    if step == "spectral":
-        check_spectral(inner, rest_optimizer)
-        rate: ProportionalRate = LengthRate()
-    else:
+    if step == "natural":
         rate = default_rest_rate(inner)
-    return inner, choose_rest(rest_optimizer, inner, rate, weight_decay)
+        return inner, choose_rest(rest_optimizer, inner, rate, weight_decay)
+    names = ("momentum", "clipnorm", "clipvalue", "global_clipnorm")
+    forbidden = [name for name in names if getattr(inner, name, None)]
+    if type(inner) is not sgd or forbidden:
+        raise ValueError(
+            "Argument `inner_optimizer` must be SGD without momentum or "
+            "clipping with step='spectral', which has a length and a momentum "
+            "of its own. Pass step='natural' for another inner optimizer, or "
+            "`rest_optimizer` for the uncovered weights. Received: "
+            f"inner_optimizer={type(inner).__name__}({', '.join(forbidden)})"
+        )
+    if rest_optimizer == INNER:
+        raise ValueError(
+            "Argument `rest_optimizer` must be an optimizer with spectral "
+            "steps; pass step='natural' to leave the uncovered weights to the "
+            f"inner optimizer. Received: rest_optimizer={rest_optimizer!r}"
+        )
+    return inner, choose_rest(rest_optimizer, inner, LengthRate(), weight_decay)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

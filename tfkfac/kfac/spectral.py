@@ -40,7 +40,6 @@ from tfkfac.kfac.averages import (
     PlainMatrix,
     chunks,
     per_row,
-    plain_bytes,
     plain_matrices,
 )
 from tfkfac.kfac.length import HINT_STEP, RMS, WARMUP, Batch, StepReport
@@ -51,10 +50,10 @@ from tfkfac.kfac.natural import (
     apply_cheaper,
     decayed,
     far_inputs,
+    joined_stacks,
     matrices_of,
     replace_gradients,
     scale_rows,
-    share,
     total_of,
 )
 from tfkfac.kfac.placement import Exchange, Placement
@@ -110,7 +109,8 @@ class Spectral(Natural):
     @property
     def mu(self) -> float:
         """Decay of the momentum."""
-        return _MOMENTUM if self.momentum is None else self.momentum
+        momentum = self.settings.momentum
+        return _MOMENTUM if momentum is None else momentum
 
     @override
     def plain_matrices(
@@ -152,7 +152,29 @@ class Spectral(Natural):
         exchange: Exchange,
         damping: tf.Tensor,
     ) -> list[Preconditioned]:
-        return orthogonalize(groups, step, exchange, self.mu)
+        # Workers with the decomposition of a block compute D and `|Q|^2`, and
+        # send them. Chunks, one after the other, bound the memory for X and Q.
+        if not groups:
+            return []
+        groups = sorted(groups, key=lambda group: not group.has_rows)
+        plain: list[Sequence[LayerGradient]] = []
+        local: list[Sequence[tf.Tensor] | None] = []
+        computed: list[tf.Tensor] = []
+        sizes = [
+            sum(math.prod(layer.block.gradient_shape) for layer in group.layers)
+            for group in groups
+        ]
+        for chunk in chunks(groups, sizes, MAX_ELEMENTS):
+            with tf.control_dependencies(computed):
+                gradients, results = orthogonalize(chunk, step, self.mu)
+            plain += gradients
+            local += results
+            computed = [pair[0] for pair in results if pair] or computed
+        positions = [group.positions for group in groups]
+        shared = exchange.share_gradients(step.group, positions, local)
+        # Reshape a received `|Q|^2`, a vector of one element per layer.
+        pairs = [(D, tf.reshape(square, [-1])) for D, square in shared]
+        return check_directions(groups, plain, pairs)
 
     @override
     def gradients(
@@ -165,28 +187,23 @@ class Spectral(Natural):
         sums: Sequence[tf.Tensor],
     ) -> Gradients:
         plain = plain_directions(step, state.plain, self.mu)
-        if not directions and not any(D is not None for D in plain):
+        present = [D for D in plain if D is not None]
+        if not directions and not present:
             return step.gradients
         assert batch is not None and state.length is not None
         squares = [direction.product for direction in directions]
         if not squares:  # without blocks the metric is the identity
-            squares = [
-                tf.reduce_sum(tf.square(D))[None]
-                for D in plain
-                if D is not None
-            ]
+            squares = [tf.reduce_sum(tf.square(D))[None] for D in present]
         square = total_of(squares)
         if step.batch.value is None:
             factor = tf.constant(_UNSEEN_RMS / RMS, tf.float64)
         else:
-            measure = batch.curvature
+            measure, unit_factor = batch.curvature, step.unit_factor
 
             def curvature() -> tf.Tensor:
                 factor = tf.ones([], tf.float64)
                 form = measure(replace_gradients(directions, factor, plain))
-                if step.unit_factor is None:
-                    return form
-                return form / step.unit_factor
+                return form if unit_factor is None else form / unit_factor
 
             excess, labels = sums
             factor = state.length.rate(
@@ -200,9 +217,9 @@ class Spectral(Natural):
         state.length.factor.assign(tf.cast(factor, tf.float32))
         rate = tf.cast(step.job.inner_optimizer.learning_rate, tf.float64)
         length = tf.square(rate * factor) * square
-        state.report.assign(length=length, damping=damping, clip_factor=factor)
-        layers = [x for direction in directions for x in direction.group.layers]
         report = state.report
+        report.assign(length=length, damping=damping, clip_factor=factor)
+        layers = [layer for x in directions for layer in x.group.layers]
         if layers:
             is_hint_step = tf.equal(report.steps, HINT_STEP)
             when(is_hint_step, lambda: hint_at_inputs(layers, step, report))
@@ -211,21 +228,27 @@ class Spectral(Natural):
             for gradient, D in zip(step.gradients, plain, strict=True)
         ]
         gradients = replace_gradients(directions, factor, gradients)
-        if self.weight_decay:
+        weight_decay = self.settings.weight_decay
+        if weight_decay:
             for i in decayed(gradients, step):
                 w = tf.convert_to_tensor(step.variables[i])
-                decay = tf.cast(self.weight_decay * factor, w.dtype)
+                decay = tf.cast(weight_decay * factor, w.dtype)
                 gradients[i] = gradients[i] + decay * w
         return fit_outputs(gradients, step, state)
 
     @override
     def bytes(self, placement: Placement, rank: int) -> dict[str, int]:
-        total = plain_bytes(placement.registry.leftovers)
         with planned():
-            for i, block in enumerate(placement.blocks):
-                if placement.plan.preconditions(rank, i):
-                    total += Momentum({i: block}, "").bytes
-        return {"momenta": total}
+            momenta = [
+                Momentum({i: block}, "")
+                for i, block in enumerate(placement.blocks)
+                if placement.plan.preconditions(rank, i)
+            ]
+            plain = [
+                PlainMatrix(path, variable)
+                for path, variable in self.plain_matrices(placement.registry)
+            ]
+        return {"momenta": sum(slots.bytes for slots in (*momenta, *plain))}
 
 
 def fit_outputs(gradients: Gradients, step: Step, state: State) -> Gradients:
@@ -259,49 +282,15 @@ def fit_outputs(gradients: Gradients, step: Step, state: State) -> Gradients:
             replaced.append(gradient)
         return replaced
 
-    present = [
-        i for i, gradient in enumerate(gradients) if gradient is not None
-    ]
-    results = tf.cond(any_due, fit, lambda: [gradients[i] for i in present])
-    replaced = list(gradients)
-    for i, gradient in zip(present, results, strict=True):
-        replaced[i] = gradient
-    return replaced
+    present = [i for i, g in enumerate(gradients) if g is not None]
+    results = iter(
+        tf.cond(any_due, fit, lambda: [gradients[i] for i in present])
+    )
+    return [None if g is None else next(results) for g in gradients]
 
 
 def orthogonalize(
-    groups: Sequence[ActiveGroup],
-    step: Step,
-    exchange: Exchange,
-    momentum: float,
-) -> list[Preconditioned]:
-    """Compute the direction D of each block, see the module docstring.
-
-    Workers with the decomposition of a block compute and send D and `|Q|^2`.
-    Chunks, one after the other, bound the memory for X and Q.
-    """
-    if not groups:
-        return []
-    groups = sorted(groups, key=lambda group: not group.has_rows)
-    plain: list[Sequence[LayerGradient]] = []
-    local: list[Sequence[tf.Tensor] | None] = []
-    computed: list[tf.Tensor] = []
-    for chunk in chunks(groups, [group.size for group in groups], MAX_ELEMENTS):
-        with tf.control_dependencies(computed):
-            gradients, results = _orthogonalize(chunk, step, momentum)
-        plain += gradients
-        local += results
-        computed = [pair[0] for pair in results if pair] or computed
-    # Reshape a received `|Q|^2`, a vector of one element per layer.
-    pairs = [
-        (D, tf.reshape(x, [-1]))
-        for D, x in share(groups, local, step, exchange)
-    ]
-    return _check_directions(groups, plain, pairs)
-
-
-def _orthogonalize(
-    groups: Sequence[ActiveGroup], step: Step, momentum: float
+    groups: Sequence[ActiveGroup], step: Step, mu: float
 ) -> tuple[list[Sequence[LayerGradient]], list[Sequence[tf.Tensor] | None]]:
     """Return W of all groups; D and `|Q|^2` of those that are stored here."""
     by_rows = [group for group in groups if group.has_rows]
@@ -324,21 +313,21 @@ def _orthogonalize(
     nesterov, sizes = [], []
     for group, gradients, X in zip(groups, plain, whitened, strict=True):
         if group.state.momentum is not None and X is not None:
-            W_sizes = [extents(W) for W in gradients]
-            X, N_sizes = group.state.momentum.add(
-                group.rows,
-                X,
-                tf.concat(W_sizes, 0) if len(W_sizes) > 1 else W_sizes[0],
-                momentum,
-            )
+            W_sizes = joined_stacks([extents(W) for W in gradients])
+            X, N_sizes = group.state.momentum.add(group.rows, X, W_sizes, mu)
             nesterov.append(X)
             sizes.append(N_sizes)
-    stored = [g for g in groups if g.state.decomposition is not None]
-    factors = orthogonal_factors(nesterov)
-    pairs = []
-    for group, Q in zip(stored, factors, strict=True):
-        assert group.state.decomposition is not None
-        pairs.append((group.state.decomposition.apply_back(group.rows, Q), Q))
+    stored = [
+        (group.state.decomposition, group.rows)
+        for group in groups
+        if group.state.decomposition is not None
+    ]
+    pairs = [
+        (decomposition.apply_back(positions, Q), Q)
+        for (decomposition, positions), Q in zip(
+            stored, orthogonal_factors(nesterov), strict=True
+        )
+    ]
     results = iter(with_sizes(pairs, sizes))
     return plain, [
         None if group.state.decomposition is None else next(results)
@@ -371,24 +360,12 @@ def extents(W: LayerGradient) -> tf.Tensor:
     return tf.concat([rows, columns], -1)
 
 
-def clear_unused(direction: tf.Tensor, sizes: tf.Tensor) -> tf.Tensor:
-    """Set a direction to zero where the extents of its gradient are zero.
-
-    Columns below the rounding error count as zero, because orthogonalisation
-    would make them long. Rows with only rounding errors (a bias before a
-    normalisation) are kept: A mixes other rows of the gradient into them.
-    """
-    rows, columns = tf.split(sizes, direction.shape[-2:], -1)
-    largest = tf.reduce_max(columns, -1, keepdims=True)
-    is_used = columns > rounding(columns.dtype) * largest
-    used = tf.expand_dims(rows > 0, -1) & tf.expand_dims(is_used, -2)
-    return direction * tf.cast(used, direction.dtype)
-
-
 def with_sizes(
     pairs: Sequence[tuple[tf.Tensor, tf.Tensor]], sizes: Sequence[tf.Tensor]
 ) -> list[tuple[tf.Tensor, tf.Tensor]]:
     """Scale D to the RMS `RMS`, and Q likewise; return D and `|Q|^2`.
+
+    D is set to zero where the extents of N are zero.
 
     Args:
         pairs: Stacks D and Q.
@@ -396,9 +373,16 @@ def with_sizes(
     """
     if not pairs:
         return []
-    directions = [
-        clear_unused(D, x) for (D, _), x in zip(pairs, sizes, strict=True)
-    ]
+    directions = []
+    for (D, _), N_sizes in zip(pairs, sizes, strict=True):
+        # Columns below the rounding error count as zero: orthogonalisation
+        # would make them long. Rows with only rounding errors (a bias before a
+        # normalisation) are kept: A mixes other rows of the gradient into them.
+        rows, columns = tf.split(N_sizes, D.shape[-2:], -1)
+        largest = tf.reduce_max(columns, -1, keepdims=True)
+        is_used = columns > rounding(columns.dtype) * largest
+        used = tf.expand_dims(rows > 0, -1) & tf.expand_dims(is_used, -2)
+        directions.append(D * tf.cast(used, D.dtype))
     counts = [D.shape[0] for D in directions]
     dtype = max((D.dtype for D in directions), key=lambda dtype: dtype.size)
 
@@ -427,7 +411,7 @@ def _unit_norm(stack: tf.Tensor) -> float:
     return RMS * math.sqrt(math.prod(stack.shape[1:]))
 
 
-def _check_directions(
+def check_directions(
     groups: Sequence[ActiveGroup],
     plain: Sequence[Sequence[LayerGradient]],
     pairs: Sequence[tuple[tf.Tensor, tf.Tensor]],
@@ -491,7 +475,7 @@ def plain_directions(
     """Return the directions of uncovered matrices; None for other variables."""
     inner = step.job.inner_optimizer
     indices = {variable_key(inner, v): i for i, v in enumerate(step.variables)}
-    scale = tf.math.divide_no_nan(tf.ones_like(step.loss.unit), step.loss.unit)
+    scale = tf.math.reciprocal_no_nan(step.loss.unit)
     momenta: dict[int, tf.Tensor] = {}
     for matrix in matrices:
         variable = matrix.variable

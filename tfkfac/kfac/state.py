@@ -5,9 +5,8 @@ import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
@@ -37,6 +36,7 @@ from tfkfac.training.job import Job
 
 # Names of the fault counters, each with its text in the list of events.
 FAULTS = {
+    "unexplained": "gradients of other passes in",
     "rejected": "statistics not finite in",
     "dropped": "factors dropped of",
     "failures": "failed decompositions of",
@@ -44,19 +44,9 @@ FAULTS = {
 }
 
 
-S = TypeVar("S", bound="Stacked")
+S = TypeVar("S", "FactorAverages", "Preconditioner")
 # Bools of blocks: their positions, and a vector.
 Flags = Sequence[tuple[Sequence[int], tf.Tensor]]
-
-
-class Stacked(Protocol):
-    """State of the blocks of a group."""
-
-    blocks: tuple[Block, ...]
-    variables: Sequence[tf.Variable]
-
-    def place(self, members: Mapping[int, Block]) -> None:
-        """Set the blocks of the rows, and their positions."""
 
 
 class Preconditioner(Tracked):
@@ -134,12 +124,14 @@ class State(Tracked):
                 item.is_recurrent and plain_matrices([item])
                 for item in placement.registry.leftovers
             )
-            self._fill_plain(placement)
+            existing = {id(matrix.variable): matrix for matrix in self.plain}
+            self.plain = tuple(
+                existing.get(id(variable)) or PlainMatrix(path, variable)
+                for path, variable in plain_matrices(
+                    placement.registry.leftovers
+                )
+            )
         blocks, plan = dict(enumerate(placement.blocks)), placement.plan
-        old = {same_block_key(x): i for i, x in enumerate(self.blocks)}
-        keys = map(same_block_key, placement.blocks)
-        kept = {i: old[key] for i, key in enumerate(keys) if key in old}
-        self.blocks = placement.blocks
         owned = {i: block for i, block in blocks.items() if plan.owns(rank, i)}
         self.averages = refill(
             self.averages,
@@ -165,17 +157,18 @@ class State(Tracked):
         )
         paths = tuple(block.path for block in placement.blocks)
         if self.counters.paths != paths:
-            counters = Counters(paths)
-            counters.copy_from(self.counters, kept)
-            self.counters = counters
-
-    def _fill_plain(self, placement: Placement) -> None:
-        """Create the momenta of uncovered matrices; keep existing momenta."""
-        existing = {id(matrix.variable): matrix for matrix in self.plain}
-        self.plain = tuple(
-            existing.get(id(variable)) or PlainMatrix(path, variable)
-            for path, variable in plain_matrices(placement.registry.leftovers)
-        )
+            old, self.counters = self.counters, Counters(paths)
+            old_rows = {same_block_key(x): i for i, x in enumerate(self.blocks)}
+            keys = enumerate(map(same_block_key, placement.blocks))
+            kept = [(i, old_rows[key]) for i, key in keys if key in old_rows]
+            for variable, source in zip(
+                self.counters.variables, old.variables, strict=True
+            ):
+                numbers = variable.numpy()
+                for i, old_row in kept:
+                    numbers[i] = source.numpy()[old_row]
+                variable.assign(numbers)
+        self.blocks = placement.blocks
 
     def accumulate(
         self, steps: int, placement: Placement, rank: int, job: Job
@@ -191,8 +184,8 @@ class State(Tracked):
 
     def update_averages(
         self, statistics: Statistics, decay: float, due: tf.Tensor
-    ) -> tf.Tensor:
-        """Update the averages that are due; return 1 if any was, else 0.
+    ) -> None:
+        """Update the averages that are due, and count the faults.
 
         If the update is not due, only blocks without statistics are updated.
         """
@@ -211,7 +204,7 @@ class State(Tracked):
         groups += [(None, list(x)) for x in partition(others, lambda _: None)]
         order = [i for _, positions in groups for i in positions]
         if not order:
-            return tf.constant(0, tf.int64)
+            return
         accepted, finite, valid = update_averages(
             groups, self.blocks, statistics, decay, tf.gather(due_flags, order)
         )
@@ -235,7 +228,8 @@ class State(Tracked):
         updated = counters.flags([(order, accepted)], otherwise=False)
         updates = tf.cast(updated, tf.int64)
         counters.observed.assign_add(updates)
-        return tf.minimum(tf.reduce_sum(updates), 1)
+        any_updated = tf.minimum(tf.reduce_sum(updates), 1)
+        self.factor_updates.assign_add(any_updated)
 
     def decompose(
         self,
@@ -257,12 +251,6 @@ class State(Tracked):
                 for row, i in enumerate(positions):
                     parts[i] = {k: x[row] for k, x in tensors.items()}
         return parts
-
-    def defer(self, due: tf.Tensor, dampings: tf.Tensor) -> None:
-        """Let the decompositions that are due be computed after the step."""
-        counters = self.counters
-        counters.deferred.assign_add(tf.cast(due, tf.int64))
-        counters.dampings.assign(tf.where(due, dampings, counters.dampings))
 
     def replace_decompositions(
         self,
@@ -320,35 +308,35 @@ class State(Tracked):
                 entries.append(counters.entry("rejected", i, Spread.OWNED))
             if plan.preconditions(rank, i):
                 entries.append(counters.entry("failures", i, Spread.OWNED))
-        for group in self.groups:
-            entries += group.entries()
-        if self.pending is not None:
-            entries += self.pending.entries()
-        for matrix in self.plain:
-            entries += matrix.entries()
-        resets: dict[str, list[Callable[[], None]]] = defaultdict(list)
-        resets[placement.solver.section].append(counters.reset_decomposed)
+        for stored in (*self.groups, self.pending, *self.plain):
+            entries += [] if stored is None else stored.entries()
         momenta = [p.momentum for p in self.preconditioners]
-        optional = [self.pending, *momenta, self.length, *self.plain]
+        optional = self.pending, *momenta, self.length, *self.plain
+        by_section: dict[str, list[Slots]] = defaultdict(list)
+        by_section[placement.solver.section] = []
         for slots in optional:
             if slots is not None:
-                resets[slots.section].append(slots.reset)
+                by_section[slots.section].append(slots)
+
+        def reset(section: str) -> None:
+            if section == placement.solver.section:
+                counters.request_decomposition(True)
+            for slots in by_section[section]:
+                slots.reset()
+
         return Contents(
             entries,
-            tuple(block.path for block in placement.blocks),
-            {
-                section: functools.partial(_call_all, calls)
-                for section, calls in resets.items()
-            },
+            counters.paths,
+            {name: functools.partial(reset, name) for name in by_section},
         )
 
     def events(self) -> list[tuple[str, tf.Variable]]:
         """Return the texts and counts of abnormal events."""
-        events = [("hints on the first steps", self.report.hints)]
-        for i, path in enumerate(self.counters.paths):
-            unexplained = Row(self.counters.unexplained, i)
-            events.append((f"gradients of other passes in {path}", unexplained))
-        return events + self.counters.events()
+        return [("hints on the first steps", self.report.hints)] + [
+            (f"{description} {path}", Row(getattr(self.counters, name), i))
+            for name, description in FAULTS.items()
+            for i, path in enumerate(self.counters.paths)
+        ]
 
 
 def refill(
@@ -414,30 +402,6 @@ def name_in_memory_errors(path: str) -> Iterator[None]:
         ) from error
 
 
-def _call_all(functions: Sequence[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
-
-
-def local_factors(states: Sequence[State]) -> dict[str, dict[str, np.ndarray]]:
-    """Return the factors on local replicas, by layer path and factor name."""
-    result: dict[str, dict[str, np.ndarray]] = {}
-    for group in (group for state in states for group in state.averages):
-        for name, values in group.values().items():
-            factor = group.factor_types[name]
-            for block, value in zip(
-                group.blocks, unstacked(values), strict=True
-            ):
-                shown = factor.shown(value).numpy()
-                result.setdefault(block.path, {})[name] = shown
-    paths = [block.path for block in states[0].blocks]
-    return {
-        path: dict(sorted(result[path].items()))
-        for path in paths
-        if path in result
-    }
-
-
 class Counters(Slots):
     """Event counters on one replica; each is a vector with a number per block.
 
@@ -473,36 +437,12 @@ class Counters(Slots):
     def _counter(self, name: str) -> tf.Variable:
         return self.slot(name, [len(self.paths)], saved=False)
 
-    def copy_from(
-        self, other: "Counters", positions: Mapping[int, int]
-    ) -> None:
-        """Copy counters of `other`; `positions` maps new to old positions."""
-        for variable, source in zip(
-            self.variables, other.variables, strict=True
-        ):
-            numbers = variable.numpy()
-            for new, old in positions.items():
-                numbers[new] = source.numpy()[old]
-            variable.assign(numbers)
-
-    def events(self) -> list[tuple[str, "Row"]]:
-        """Return the text and count of each fault of each block."""
-        return [
-            (f"{description} {path}", Row(getattr(self, name), i))
-            for name, description in FAULTS.items()
-            for i, path in enumerate(self.paths)
-        ]
-
     def entry(self, name: str, place: int, spread: Spread) -> Entry:
         """Return the checkpoint entry of one counter of a block."""
         number = Row(getattr(self, name), place)
         return Entry(self.paths[place], name, number, spread)
 
-    def reset_decomposed(self) -> None:
-        """Request the decomposition of all blocks in the next step."""
-        self.decomposed.assign(tf.zeros_like(self.decomposed))
-
-    def request_decomposition(self, flags: tf.Tensor) -> None:
+    def request_decomposition(self, flags: tf.Tensor | bool) -> None:
         """Request the decomposition of the flagged blocks in the next step."""
         old = self.decomposed
         old.assign(tf.where(flags, tf.zeros_like(old), old))
@@ -568,7 +508,10 @@ class Pending(Accumulation):
 
     def add_statistics(self, statistics: Statistics) -> tf.Tensor:
         """Add the statistics of each block in a micro-batch."""
-        for (i, block), totals, counts in self._sums_by_block():
+        items = self._blocks.items()
+        for (i, block), totals, counts in zip(
+            items, self._totals, self._counts, strict=True
+        ):
             if i in statistics:
                 increments = [statistics[i][name] for name in block.factors]
                 for total, statistic in zip(totals, increments, strict=True):
@@ -578,16 +521,11 @@ class Pending(Accumulation):
 
     def statistics(self) -> dict[int, dict[str, Statistic]]:
         """Return the sums of the statistics of each block so far."""
-        result = {}
-        for (i, block), totals, counts in self._sums_by_block():
+        result, items = {}, self._blocks.items()
+        for (i, block), totals, counts in zip(
+            items, self._totals, self._counts, strict=True
+        ):
             row_counts = tf.unstack(tf.convert_to_tensor(counts))
             sums = map(Statistic, map(tf.convert_to_tensor, totals), row_counts)
             result[i] = dict(zip(block.factors, sums, strict=True))
         return result
-
-    def _sums_by_block(
-        self,
-    ) -> Iterator[tuple[tuple[int, Block], list[Any], Any]]:
-        """Return ((position, block), totals, counts) of every block."""
-        items = self._blocks.items()
-        return zip(items, self._totals, self._counts, strict=True)

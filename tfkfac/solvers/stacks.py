@@ -40,10 +40,6 @@ class BlockByBlock(Solver):
         return self._solver.kept(factors)
 
     @override
-    def all_parts(self, factors: Factors) -> dict[str, Part]:
-        return self._solver.all_parts(factors)
-
-    @override
     def decompose(
         self,
         factors: Factors,
@@ -51,11 +47,14 @@ class BlockByBlock(Solver):
         means: Tensors,
         damping: tf.Tensor,
     ) -> Tensors:
-        def decompose(values: Any, means: Any, damping: Any) -> Any:
-            damping = tf.reshape(damping, [])
-            return self._solver.decompose(factors, values, means, damping)
-
-        return _map(decompose, values, means, damping)
+        return _map(
+            lambda values, means, damping: self._solver.decompose(
+                factors, values, means, tf.reshape(damping, [])
+            ),
+            values,
+            means,
+            damping,
+        )
 
     @override
     def combine(self, parts: Tensors, damping: tf.Tensor) -> Tensors:
@@ -70,8 +69,7 @@ class BlockByBlock(Solver):
     ) -> LayerGradient:
         def apply(decomposition: Any, tensors: Any) -> Any:
             block = _gradient(tensors)
-            result = self._solver.apply(factors, decomposition, block)
-            return _tensors(result)
+            return _tensors(self._solver.apply(factors, decomposition, block))
 
         return _gradient(_map(apply, decomposition, _tensors(gradient)))
 
