@@ -8,8 +8,10 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-# Each process, with the cluster that it started, takes up to 4 GB.
-arguments=(--numprocesses auto --maxprocesses 4 --durations 20)
+# Processes that wait for a cluster leave a core free: one more than cores. Each,
+# with the cluster that it started, takes up to 4 GB.
+processes=$(($(nproc) < 3 ? $(nproc) + 1 : 4))
+arguments=(--numprocesses "$processes" --durations 20)
 slow_ones_too=false
 clusters_only=false
 for argument in "$@"; do

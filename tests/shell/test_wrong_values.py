@@ -22,7 +22,6 @@ from keras.optimizers.schedules import ExponentialDecay
 import tfkfac
 from tests.support.schedules import Formula
 from tests.support.small import compiled_mlp, loss, mlp
-from tfkfac.shell import small_rates
 from tfkfac.shell.arguments import Hyperparameter
 
 NAN, INF = float("nan"), float("inf")
@@ -164,14 +163,12 @@ def has_value(owner: Any, item: Any, name: str, value: Any) -> bool:
 
 
 @pytest.mark.parametrize("owner", TAKES)
-def test_values(owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values(owner: Any) -> None:
     """Each argument of the signature has a row.
 
     Accepted values become attributes and survive a config. The constructor
     refuses others in Keras' form.
     """
-    # Reading a schedule at many steps, for a warning, takes most of the time.
-    monkeypatch.setattr(small_rates, "largest_rate", lambda rate: None)
     parameters = inspect.signature(owner.__init__).parameters
     assert set(parameters) - {"self", "name"} == set(TAKES[owner])
     # No argument is hidden in `**kwargs`.

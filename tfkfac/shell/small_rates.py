@@ -43,8 +43,9 @@ class RateCheck:
         is_first = self._largest is None
         # Weights that were trained with a larger rate may get a small one.
         self._is_done |= is_first and num_updates > 0
-        largest = largest_rate(rate)
-        if largest is None or largest >= _LEAST[self._step] * _ROUNDING:
+        least = _LEAST[self._step] * _ROUNDING
+        largest = largest_rate(rate, least)
+        if largest is None or largest >= least:
             self._largest = None
         elif self._largest is None or largest > self._largest:
             self._largest, self._epoch = largest, epoch
@@ -78,15 +79,21 @@ def restoring() -> Iterator[None]:
         _restoring.reset(token)
 
 
-def largest_rate(rate: Any) -> float | None:
+def largest_rate(rate: Any, enough: float) -> float | None:
     """Return the rate, or the largest one of a schedule in 10^6 updates.
 
-    None if the rate is a function or cannot be evaluated outside of a step.
+    The first rate of at least `enough` ends the search. None if the rate is a
+    function or cannot be evaluated outside of a step.
     """
+    largest = 0.0
     try:
-        if isinstance(rate, LearningRateSchedule):
-            samples = tf.constant(_SAMPLES, tf.int64)
-            return max(float(rate(step)) for step in samples)
-        return None if callable(rate) else float(tf.convert_to_tensor(rate))
+        if not isinstance(rate, LearningRateSchedule):
+            is_number = not callable(rate)
+            return float(tf.convert_to_tensor(rate)) if is_number else None
+        for update in _SAMPLES:
+            largest = max(largest, float(rate(tf.constant(update, tf.int64))))
+            if largest >= enough:
+                break
     except Exception:  # raised by user code, or for a tensor of a graph
         return None
+    return largest
