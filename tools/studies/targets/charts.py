@@ -8,7 +8,7 @@ import numpy as np
 from targets.methods import KFAC
 from targets.problems import FULL_PROBLEMS
 from targets.report import title
-from targets.results import mean_curve, settings_of
+from targets.results import mean_curve, of_one_command, settings_of
 from targets.run import FINAL, Run
 from targets.study import Record
 
@@ -32,7 +32,7 @@ def draw(
     for axis, name in zip(axes.flat, FULL_PROBLEMS, strict=True):
         found = [r for r in group if r["run"]["problem"] == name]
         if not over_epochs:
-            found = _of_one_command(found, methods)
+            found = of_one_command(found, methods)
         settings = settings_of(found)
         for run in sorted(settings, key=lambda r: methods.index(r.method)):
             times, losses = np.transpose(mean_curve(run, settings[run]))
@@ -54,19 +54,3 @@ def draw(
 
 def _is_drawn(run: Run, methods: Sequence[str]) -> bool:
     return (run.phase, run.size) == (FINAL, "full") and run.method in methods
-
-
-def _of_one_command(
-    records: Sequence[Record], methods: Sequence[str]
-) -> list[Record]:
-    """Return the trainings of commands that trained all methods.
-
-    Their processor seconds are comparable.
-    """
-    commands = set.intersection(
-        *(
-            {r["environment"] for r in records if r["run"]["method"] == m}
-            for m in methods
-        )
-    )
-    return [r for r in records if r["environment"] in commands]

@@ -2,7 +2,8 @@
 
 Batches, weight decays and first rates are those of docs/trainings.json. The
 epochs of a baseline are multiplied by the ratio of the processor seconds at
-equal epochs; then its rate is searched again on held-out training data.
+equal epochs, of trainings there by one command: they have the same load. Then
+its rate is searched again on held-out training data.
 """
 
 import dataclasses
@@ -10,18 +11,26 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from targets.methods import KFAC, is_baseline
 from targets.plan import SEARCH_SEED, losses_of
-from targets.results import seconds_of, settings_of
+from targets.results import of_one_command, seconds_of, settings_of
 from targets.run import FINAL, SEARCH, Run
 from targets.study import TRAININGS, Record, Records
+
+
+def final_trainings() -> list[Record]:
+    """Return the final trainings at full size of docs/trainings.json."""
+    return [
+        record
+        for record in Records(TRAININGS).runs
+        if record["run"]["phase"] == FINAL and record["run"]["size"] == "full"
+    ]
 
 
 def known_settings(
     data: Mapping[str, str], methods: Sequence[str]
 ) -> Iterator[Run]:
-    """Yield the settings of the final trainings at full size."""
-    for run in settings_of(Records(TRAININGS).runs):
-        is_final = (run.phase, run.size) == (FINAL, "full")
-        if is_final and run.problem in data and run.method in methods:
+    """Yield the settings of these trainings, on other data."""
+    for run in settings_of(final_trainings()):
+        if run.problem in data and run.method in methods:
             yield dataclasses.replace(run, data=data[run.problem])
 
 
@@ -51,8 +60,16 @@ class EqualSeconds:
         self, run: Run, kfac: Run, records: Sequence[Record]
     ) -> Iterator[list[Run]]:
         """Yield the search of a rate, and the trainings with the best rate."""
-        groups = settings_of(records)
-        seconds = [seconds_of(groups[r.setting]) for r in (kfac, run)]
+        known = [
+            record
+            for record in final_trainings()
+            if record["run"]["problem"] == run.problem
+        ]
+        known = of_one_command(known, (kfac.method, run.method))
+        seconds = [
+            seconds_of([r for r in known if r["run"]["method"] == method])
+            for method in (kfac.method, run.method)
+        ]
         share = float(f"{seconds[0] / seconds[1]:.3g}")
         if share <= 1:
             return  # equal epochs take these seconds

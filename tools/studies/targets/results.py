@@ -40,6 +40,22 @@ def seconds_of(records: Sequence[Record]) -> float:
     return statistics.fmean(r["curve"]["cpu_seconds"][-1] for r in records)
 
 
+def of_one_command(
+    records: Sequence[Record], methods: Sequence[str]
+) -> list[Record]:
+    """Return the trainings of commands that trained all methods.
+
+    Their processor seconds are comparable.
+    """
+    commands = set.intersection(
+        *(
+            {r["environment"] for r in records if r["run"]["method"] == m}
+            for m in methods
+        )
+    )
+    return [r for r in records if r["environment"] in commands]
+
+
 def judge(differences: Sequence[float]) -> str:
     """Judge if the differences, one for each seed, are significant.
 
