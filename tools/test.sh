@@ -8,8 +8,8 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-# Processes that wait for a cluster leave a core free: one more than cores. Each,
-# with the cluster that it started, takes up to 4 GB.
+# One process more than cores, at most 4: some wait for clusters. Each, with the
+# cluster that it started, takes up to 4 GB.
 processes=$(($(nproc) < 3 ? $(nproc) + 1 : 4))
 arguments=(--numprocesses "$processes" --durations 20)
 slow_ones_too=false

@@ -70,7 +70,9 @@ FAULTS = [
             Fault("raise", "start", 0, FAILED.format(0) + DISK),
             Fault("raise", "data", 0, FAILED.format(0) + ".*" + DISK),
             Fault("raise", "evaluate", 1, FAILED.format(1) + DISK),
+            Fault("exit", "fit", 1, "worker 1 at \\S+ has ended", (3, 1)),
             Fault("exit", "fit", 0, "worker 0 at \\S+ has ended", (3, 1)),
+            Fault("kill", "start", 0, KILLED.format(0), (-9, 1)),
             Fault("kill", "start", 1, KILLED.format(1), (-9, 1)),
             Fault("kill", "fit", 0, KILLED.format(0), (-9, 1), workers=3),
             Fault("kill", "data", 1, KILLED.format(1), (-9, 1)),
@@ -78,6 +80,7 @@ FAULTS = [
             Fault("stop", "fit", 0, SUSPENDED.format(0), (-9, 1), workers=3),
             Fault("stop", "data", 0, SUSPENDED.format(0), (-9, 1)),
             Fault("freeze", "fit", 1, SUSPENDED.format(1), (1, 1)),
+            Fault("pause", "fit", 0, "", (0, 0)),
             Fault("pause", "fit", 1, "", (0, 0)),
             Fault("term", "fit", 0, SIGTERM, (143, 143), workers=3),
         ]

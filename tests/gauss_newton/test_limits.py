@@ -72,7 +72,10 @@ def images() -> Any:
 
 # First test of the file, as memory freed by other tests would be reused.
 def test_activations_reduce_the_block_size() -> None:
-    """A block with as many rows as weights would take 290 MB."""
+    """A block with as many rows as weights would take 290 MB.
+
+    Measured: up to 121 MB, which depends on the processor's convolutions.
+    """
     model = images()
     optimizer = tfkfac.GaussNewton(solve="parameters")
     model.compile(optimizer, "mse")

@@ -59,7 +59,15 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
         if solver == "inverse"
     }
     assert batches["comm_opt"] == "32"
-    assert batches["dp_kfac"] == str(32 + saved // 880)
+    assert batches["dp_kfac"] == batches["mem_opt"] == str(32 + saved // 880)
+    optimizer = tfkfac.KFAC(step="natural").attach(plan.build("M"))
+    costs = plan.costs_of(optimizer, 4, 32)
+    states = {cost.mode: cost.state for cost in costs}
+    most, least = (
+        states[plan.Mode(mode, None, "inverse")]
+        for mode in ("comm_opt", "dp_kfac")
+    )
+    assert most - least == saved
 
 
 def test_own_model(

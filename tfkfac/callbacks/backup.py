@@ -137,7 +137,7 @@ class ChiefBackup(
         self._sigterm_received = False
         self._epoch = self.num_skipped = self._num_done = 0
         self._damaged: set[str] = set()  # names of damaged backups
-        self._settings: dict[str, Any] = {}  # that a backup must have
+        self._settings: dict[str, Any] = {}  # required of a backup
 
     def __exit__(self, *error: Any) -> None:
         """Restore the signal handler after `fit`, also after an error."""

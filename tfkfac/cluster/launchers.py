@@ -53,7 +53,7 @@ class Launcher:
     identity: tuple[str, ...] = ()
 
     def variables(self, environment: Environment) -> dict[str, str]:
-        """Return the launcher's variables; {} if it has not started this."""
+        """Return the launcher's variables; {} if this is no process of it."""
         names = filter(None, (self.index, self.size, *self.others))
         values = {name: environment.get(name, "") for name in names}
         # MPICH's mpirun starts one Slurm task on each node, which starts its

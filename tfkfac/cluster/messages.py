@@ -104,7 +104,7 @@ class Greeting:
         if content.keys() != types.keys():
             raise ValueError("it is not a greeting of this version of tfkfac")
         cluster = content["cluster"]
-        has_types = all(type(content[k]) is kind for k, kind in types.items())
+        has_types = all(type(content[name]) is types[name] for name in types)
         if not has_types or not all(isinstance(x, str) for x in cluster):
             raise ValueError("it has a value of a wrong type")
         greeting = cls(**content | {"cluster": tuple(cluster)})

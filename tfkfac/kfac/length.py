@@ -283,8 +283,8 @@ class StepReport(Slots):
         the clip. `rate` is SGD's learning rate, or None for another inner
         optimizer.
         """
-        clipped = tf.square(factor) * length
-        self.assign(clip_factor=factor, length=clipped, damping=damping)
+        clipped_length = tf.square(factor) * length
+        self.assign(clip_factor=factor, length=clipped_length, damping=damping)
         is_early = self.steps <= HINT_STEP
         is_clipped = (factor < LOW_FACTOR) & (length > _LONG)
         self.clipped.assign_add(tf.cast(is_early & is_clipped, tf.int64))

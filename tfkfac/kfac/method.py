@@ -309,17 +309,18 @@ class KFACMethod(Method):
 
         def move_averages() -> None:
             local, unit = dict(statistics()), step.unit_factor
-            # Divide the statistics of the output gradients by the unit of the
-            # loss, empirical statistics by its square.
-            for i, by_name in local.items() if unit is not None else ():
-                name = "A" if i in swapped else "G"
-                total, count = by_name[name]
-                # The average is `total / count`. Scale the count, a scalar, not
-                # the matrix; the square of a unit could overflow.
-                count *= tf.cast(unit, count.dtype)
-                if is_empirical:
-                    total /= tf.cast(unit, total.dtype)
-                local[i] = {**by_name, name: Statistic(total, count)}
+            if unit is not None:
+                # Divide the statistics of the output gradients by the unit of
+                # the loss; divide empirical statistics by the square of it.
+                for i, by_name in local.items():
+                    name = "A" if i in swapped else "G"
+                    total, count = by_name[name]
+                    # The average is `total / count`. Scale the count, a scalar,
+                    # not the matrix; the square of a unit could overflow.
+                    count *= tf.cast(unit, count.dtype)
+                    if is_empirical:
+                        total /= tf.cast(unit, total.dtype)
+                    local[i] = {**by_name, name: Statistic(total, count)}
             reduced = placement.exchange.reduce_statistics(step.group, local)
             decay = self.settings.factor_decay
             when(
@@ -414,11 +415,12 @@ class KFACMethod(Method):
         counters, group = self._state.counters, self.job.group("inverses")
         due, dampings = counters.deferred > 0, counters.dampings.value()
         positions = sorted(self._deferred)
-        when(
-            tf.reduce_any(due),
-            lambda: self.decompose(due, positions, dampings, group),
-        )
-        counters.deferred.assign(tf.zeros_like(counters.deferred))
+
+        def decompose_deferred() -> None:
+            self.decompose(due, positions, dampings, group)
+            counters.deferred.assign(tf.zeros_like(counters.deferred))
+
+        when(tf.reduce_any(due), decompose_deferred)
 
     # --------------------------------------------------- binding and state
     @override

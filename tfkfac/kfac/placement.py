@@ -479,9 +479,10 @@ def assign_groups(
         for name, factor in factors.items():
             by_worker[layer.owners[name]] += cost(factor, "compute")
     sizes = [max(by_worker.values()) for by_worker in work]
-    limit = _SLACK * max(_MIN_OPERATIONS, *sizes, 0)
+    limit = _SLACK * max([_MIN_OPERATIONS, *sizes])
     for count in range(1, _MAX_GROUPS + 1):
         sums: list[Counter[int]] = [Counter() for _ in range(count)]
+        # The length of a group: the operations of its busiest worker.
         lengths, groups = [0] * count, [0] * len(work)
         # Starting with the largest block, choose a group that a block does not
         # lengthen, else the group that is then the shortest. For one worker

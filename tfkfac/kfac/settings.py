@@ -106,7 +106,9 @@ class Distribution(Settings):
                     f"Received: gradient_worker_fraction={fraction!r} with "
                     f"mode={self.mode!r}"
                 )
-            self._check("gradient_worker_fraction", lambda _, x: float(x))
+            object.__setattr__(
+                self, "gradient_worker_fraction", float(fraction)
+            )
         self._check("factor_dtype", _check_dtype)
         self._check("inverse_dtype", _check_dtype)
         if self.inverse_dtype == "float16":
@@ -188,10 +190,12 @@ def check_layer_rules(name: str, value: Any) -> tuple[LayerRule, ...]:
             class_name = rule[_CLASS]
             registered = keras.saving.get_registered_object(class_name)
             rule = registered or getattr(keras.layers, class_name, class_name)
-        is_layer = isinstance(rule, type)
-        is_layer = is_layer and issubclass(rule, keras.layers.Layer)
-        is_pattern = isinstance(rule, re.Pattern)
-        is_pattern = is_pattern and isinstance(rule.pattern, str)
+        is_layer = isinstance(rule, type) and issubclass(
+            rule, keras.layers.Layer
+        )
+        is_pattern = isinstance(rule, re.Pattern) and isinstance(
+            rule.pattern, str
+        )
         if isinstance(rule, str):
             try:
                 re.compile(rule)

@@ -27,7 +27,7 @@ class ProportionalRate(LearningRateSchedule):
     """Learning rate proportional to the rate of another optimizer.
 
     `peak * rate / reference` for the `rate` of the optimizer `followed`; `peak`
-    while that is None.
+    while `followed` is None.
     """
 
     def __init__(self, peak: float, reference: float) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -79,20 +80,21 @@ def restoring() -> Iterator[None]:
         _restoring.reset(token)
 
 
-def largest_rate(rate: Any, enough: float) -> float | None:
+def largest_rate(rate: Any, least: float) -> float | None:
     """Return the rate, or the largest one of a schedule in 10^6 updates.
 
-    The first rate of at least `enough` ends the search. None if the rate is a
-    function or cannot be evaluated outside of a step.
+    Of a schedule with rates of at least `least`, return the first of them. None
+    if the rate is a function or cannot be evaluated outside of a step.
     """
-    largest = 0.0
+    largest = -math.inf
     try:
         if not isinstance(rate, LearningRateSchedule):
-            is_number = not callable(rate)
-            return float(tf.convert_to_tensor(rate)) if is_number else None
+            if callable(rate):
+                return None
+            return float(tf.convert_to_tensor(rate))
         for update in _SAMPLES:
-            largest = max(largest, float(rate(tf.constant(update, tf.int64))))
-            if largest >= enough:
+            largest = max(float(rate(tf.constant(update, tf.int64))), largest)
+            if largest >= least:
                 break
     except Exception:  # raised by user code, or for a tensor of a graph
         return None

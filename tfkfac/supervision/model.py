@@ -71,16 +71,17 @@ def supervise(model: keras.Model) -> None:
             # Build now: building in the first step would cause a retrace.
             optimizer.build_in_scope(model.trainable_variables)
             if scaler is not None:
-                # Keras calls `build` again when it loads a model, which would
-                # create a new scale and counter.
+
+                def build_once(below: Any, *args: Any, **kwargs: Any) -> None:
+                    # Keras calls `build` again when it loads a model, which
+                    # would create a new scale and counter.
+                    if not scaler.built:
+                        below(*args, **kwargs)
+
                 keep_on(
                     scaler,
                     "_tfkfac_build_once",
-                    lambda: override(
-                        scaler,
-                        "build",
-                        lambda f, *x, **k: scaler.built or f(*x, **k),
-                    ),
+                    lambda: override(scaler, "build", build_once),
                 )
                 # Only a built optimizer can load its variables from files.
                 with model.distribute_strategy.scope():

@@ -2,8 +2,8 @@
 
 Batches, weight decays and first rates are those of docs/trainings.json. The
 epochs of a baseline are multiplied by the ratio of the processor seconds at
-equal epochs, of trainings there by one command: they have the same load. Then
-its rate is searched again on held-out training data.
+equal epochs. These are seconds of trainings there by one command, on one
+machine. Then the rate is searched again on held-out training data.
 """
 
 import dataclasses
@@ -28,10 +28,32 @@ def final_trainings() -> list[Record]:
 def known_settings(
     data: Mapping[str, str], methods: Sequence[str]
 ) -> Iterator[Run]:
-    """Yield the settings of these trainings, on other data."""
+    """Yield the settings of the final trainings, on other data."""
     for run in settings_of(final_trainings()):
         if run.problem in data and run.method in methods:
             yield dataclasses.replace(run, data=data[run.problem])
+
+
+def share_of_epochs(baseline: Run) -> float:
+    """Return the epochs that take the seconds of `KFAC()`, over the baseline's.
+
+    Raises:
+        ValueError: If no command of docs/trainings.json trained both.
+    """
+    known = [
+        record
+        for record in final_trainings()
+        if record["run"]["problem"] == baseline.problem
+    ]
+    pair = KFAC, baseline.method
+    known = of_one_command(known, pair)
+    groups = [[r for r in known if r["run"]["method"] == m] for m in pair]
+    if not all(groups):
+        raise ValueError(
+            f"{baseline.problem}: no command of docs/trainings.json trained "
+            f"both {KFAC} and {baseline.method}: seconds are not comparable"
+        )
+    return float(f"{seconds_of(groups[0]) / seconds_of(groups[1]):.3g}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,31 +70,21 @@ class EqualSeconds:
 
     def stages(self, records: Sequence[Record]) -> Iterator[list[Run]]:
         """Yield the trainings of each stage, see `Plan.stages`."""
+        shares = {
+            run: share_of_epochs(run)
+            for run in self.settings
+            if is_baseline(run.method)
+        }
         for run in self.settings:
             yield self._with_seeds(run)
-        for kfac in self.settings:
-            for run in self.settings:
-                pair = kfac.method, kfac.problem
-                if is_baseline(run.method) and pair == (KFAC, run.problem):
-                    yield from self._longer(run, kfac, records)
+        for run, share in shares.items():
+            if share > 1:  # else equal epochs take the seconds of `KFAC()`
+                yield from self._longer(run, share, records)
 
     def _longer(
-        self, run: Run, kfac: Run, records: Sequence[Record]
+        self, run: Run, share: float, records: Sequence[Record]
     ) -> Iterator[list[Run]]:
         """Yield the search of a rate, and the trainings with the best rate."""
-        known = [
-            record
-            for record in final_trainings()
-            if record["run"]["problem"] == run.problem
-        ]
-        known = of_one_command(known, (kfac.method, run.method))
-        seconds = [
-            seconds_of([r for r in known if r["run"]["method"] == method])
-            for method in (kfac.method, run.method)
-        ]
-        share = float(f"{seconds[0] / seconds[1]:.3g}")
-        if share <= 1:
-            return  # equal epochs take these seconds
         best = dataclasses.replace(
             run, phase=SEARCH, share=share, seed=SEARCH_SEED
         )

@@ -93,10 +93,10 @@ which one command trained; where it is below 1, equal epochs are the comparison.
 The rate was searched again for the longer training, on a sixth of the training
 data and seed 0; the best rate is between two others. `KFAC()` has no setting.
 Test results of seeds 5, 6 and 7, which chose nothing; "better" and "worse" need
-three standard errors. The seconds here were measured beside other work and
-differ by up to a factor of 1.5 between equal trainings. An update is a step
-with a batch. Fashion-MNIST is split at random, with seed 0, into 60,000 and
-10,000 images: its results do not compare with those of the official split.
+three standard errors. The processor seconds here were measured beside other
+work and differ by up to a factor of 1.5 between equal trainings. An update is a
+step with a batch. Fashion-MNIST is split at random, with seed 0, into 60,000
+and 10,000 images: its results do not compare with those of the official split.
 """
 ABOUT_TINY = """\
 Final training loss, on up to 1,024 training examples: mean and standard error
