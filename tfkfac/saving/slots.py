@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import math
-import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,10 +24,7 @@ class Slots(Tracked):
     def __init__(self, name: str, saved: bool = True, **common: Any) -> None:
         super().__init__(name=name)
         self._saved = saved
-        # A plain object, so checkpoints do not track it.
-        self._declared = types.SimpleNamespace(
-            common=common, bytes=0, entries=[], initial_values=[]
-        )
+        self._declared = _Declared(common)
 
     def slot(
         self,
@@ -89,6 +85,16 @@ def _initial(value: Any, shape: Any, dtype: tf.DType) -> tf.Tensor:
     if callable(value):
         return tf.cast(value(), dtype)
     return tf.fill(shape, tf.constant(value, dtype))
+
+
+class _Declared:
+    """Declared slots; a plain object, so checkpoints do not track it."""
+
+    def __init__(self, common: dict[str, Any]) -> None:
+        self.common = common
+        self.bytes = 0
+        self.entries: list[Entry] = []
+        self.initial_values: list[tuple[tf.Variable, Any]] = []
 
 
 @contextlib.contextmanager

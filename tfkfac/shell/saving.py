@@ -167,7 +167,8 @@ class SavedState(tf.train.experimental.PythonState):
 
     def _entries(self) -> dict[int, list[Entry]]:
         """Return the entries to save of each local replica, by rank."""
-        return {r: c.entries for r, c in self._contents().items()}
+        contents = self._contents()
+        return {rank: contents[rank].entries for rank in contents}
 
     def _contents(self) -> dict[int, Contents]:
         """Return the state to save of each local replica, by rank."""
