@@ -62,7 +62,7 @@ def main() -> None:
         return points[random.choice(12_500, 2500, False, odds / odds.sum())]
 
     def report(epoch: int, logs: Any) -> None:
-        if epoch % 4 == 3:  # an epoch has `every` steps
+        if epoch % 4 == 0:  # an epoch has `every` steps
             error = np.linalg.norm(network(new)[:, 0] - exact)
             error /= np.linalg.norm(exact)
             print(f"{5 * (epoch + 1)} steps, error {error:.1e}")

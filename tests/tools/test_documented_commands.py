@@ -48,7 +48,7 @@ RUNS = (
      "val_accuracy"),
     ("python examples/detection.py --optimizer kfac adam", "--epochs 1",
      "val_masks_iou"),
-    ("python examples/gauss_newton.py", "--seconds 20", "20 steps, error"),
+    ("python examples/gauss_newton.py", "--seconds 20", "5 steps, error"),
     ("python examples/curvature.py", "", "AUC of the self-influence"),
     ("python examples/language.py --optimizer kfac adam",
      "--examples 200 --optimizer kfac", "val_accuracy"),
