@@ -81,9 +81,8 @@ class BlockCost:
             scales = 0
             if wire.factor_dtype is not None:
                 spec = factor.storage
-                scales = spec.elements // math.prod(
-                    spec.shape[i] for i in spec.axes
-                )
+                sizes = enumerate(spec.shape)
+                scales = math.prod(n for i, n in sizes if i not in spec.axes)
             statistics_bytes += item * (1 + scales)
         sent_bytes = {}
         for name in factors:
