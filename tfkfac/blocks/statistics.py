@@ -196,11 +196,11 @@ def batch_statistics(
         statistics = []
         for record in records:
             key = _trace_key(block, record, settings)
-            # Inline a key that is used once, and in XLA, which compiles each
-            # call: a shared function only slows tracing. For fixed sizes it
-            # gives convolutions oneDNN kernels.
-            is_inlined = counts[key] == 1 or in_xla()
-            if key is None or (key.any_size and is_inlined):
+            # Inline a key that is used once: a shared function only slows
+            # tracing. For fixed sizes it gives convolutions oneDNN kernels.
+            # XLA compiles each call; inlined, the calls share the examples.
+            is_single = counts[key] == 1
+            if key is None or in_xla() or (key.any_size and is_single):
                 statistics.append(_sums(block, record, settings))
             else:
                 statistics.append(_shared_sums(block, record, settings, key))
