@@ -19,6 +19,7 @@ from tfkfac.compat.graphs import (
     in_xla,
     is_constant_to_tapes,
     is_copy,
+    is_legacy_gradient,
     kept_variables,
     new_rows,
     open_graphs,
@@ -227,6 +228,35 @@ def test_operation_without_gradient(
     with pytest.raises(LookupError) as error:
         second_derivative(tf.ones((1, 2, 2, 1)))
     assert operation_without_gradient(error.value) == op_type
+
+
+@contract(
+    "compat.graphs.is_legacy_gradient",
+    "The gradient of a loop over a TensorFlow 1 function is a loop whose body, "
+    "found by `_get_function`, contains `SymbolicGradient`.",
+)
+def test_gradients_of_legacy_loops() -> None:
+    """CTC has such a loop, an LSTM's loop has a usual gradient."""
+    labels, layer = tf.constant([[1, 2], [2, 1]]), keras.layers.LSTM(3)
+    layer.build((2, 6, 4))
+
+    def has_legacy_gradient(function: Callable[[tf.Tensor], tf.Tensor]) -> bool:
+        @tf.function(autograph=False)
+        def second_derivative(x: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as outer:
+                outer.watch(x)
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    y = function(x)
+                slope = inner.gradient(y, x)
+            return outer.gradient(slope, x)
+
+        x = tf.TensorSpec((2, 6, 4))
+        graph = second_derivative.get_concrete_function(x).graph
+        return any(map(is_legacy_gradient, graph.get_operations()))
+
+    assert has_legacy_gradient(lambda x: keras.losses.CTC()(labels, x))
+    assert not has_legacy_gradient(layer)
 
 
 def test_tensors_of_outer_graphs() -> None:

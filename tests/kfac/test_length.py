@@ -205,6 +205,16 @@ def test_reason_without_curvature() -> None:
         model.train_on_batch(tf.ones([8, 4]), tf.zeros([8, 4]))
 
 
+def test_loss_whose_second_derivative_cannot_run() -> None:
+    """TensorFlow traces it, and fails in the first step."""
+    model = keras.Sequential([keras.Input((6, 3)), layers.Dense(4)])
+    model.compile(tfkfac.KFAC(), keras.losses.CTC())
+    x, y = np.ones([4, 6, 3], "float32"), np.array([[1, 2]] * 4)
+    with pytest.warns(UserWarning, match="ctc_loss.* has no gradient.$"):
+        first, *_, last = model.fit(x, y, epochs=4, verbose=0).history["loss"]
+    assert last < first
+
+
 class AnyArguments(keras.Model):
     """Passes `*args` and `**kwargs` of the loss on."""
 

@@ -197,6 +197,20 @@ def operation_without_gradient(error: LookupError) -> str:
     return str(error).rsplit(": ", 1)[-1].strip()
 
 
+def is_legacy_gradient(operation: tf.Operation) -> bool:
+    """True for the gradient of a loop over functions of TensorFlow 1.
+
+    TensorFlow traces this gradient, but its operation `SymbolicGradient` fails
+    when it runs. This relies on the attribute `body` of loops, on
+    `_get_function` of a graph and on `cached_definition`.
+    """
+    if operation.type not in ("While", "StatelessWhile"):
+        return False
+    name = operation.get_attr("body").name
+    nodes = operation.graph._get_function(name).cached_definition.node_def
+    return any(node.op == "SymbolicGradient" for node in nodes)
+
+
 if TYPE_CHECKING:
 
     class Tracked:

@@ -14,6 +14,7 @@ from tfkfac.compat.graphs import (
     Sum,
     exact_second_derivatives,
     is_constant_to_tapes,
+    is_legacy_gradient,
     open_graphs,
     operation_without_gradient,
 )
@@ -115,11 +116,15 @@ def refuse_silent_zeros(model: keras.Model, start: int) -> None:
 @contextlib.contextmanager
 def naming_layers(model: keras.Model) -> Iterator[None]:
     """Context manager that adds a layer name to missing-gradient errors."""
+    start = len(operations())
     try:
         yield
     except LookupError as error:
         op_type = operation_without_gradient(error)
         raise no_second_derivative(model, op_type) from error
+    for operation in operations()[start:]:
+        if is_legacy_gradient(operation):  # for example of `keras.losses.CTC`
+            raise no_second_derivative(model, operation.name)
 
 
 def no_second_derivative(
