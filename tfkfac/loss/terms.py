@@ -51,7 +51,7 @@ T = TypeVar("T")
 class Known(NamedTuple):
     """Likelihood of a known loss, and the unit u that the module defines."""
 
-    likelihood: str | None  # None if the user has registered another one
+    likelihood: str | None  # None if unknown, or registered by the user
     factor: float = 1.0  # unit of the loss if it sums over a term's outputs
     # True for a mean over the D outputs of a term: the unit is `factor / D`.
     is_mean: bool = False
@@ -68,6 +68,8 @@ _KNOWN_LOSSES: dict[Any, Known] = {
     keras.losses.categorical_crossentropy: Known(CATEGORICAL),
     keras.losses.sparse_categorical_crossentropy: Known(CATEGORICAL),
     keras.losses.kl_divergence: Known(CATEGORICAL),
+    # In percent. The relative error has no unit, and no known likelihood.
+    keras.losses.mean_absolute_percentage_error: Known(None, 100.0, True),
 }
 # Losses registered by the user, keyed like `_KNOWN_LOSSES`.
 _registered: set[Any] = set()
