@@ -1,4 +1,4 @@
-"""Command-line arguments, versions and environments for all studies."""
+"""Records, charts, versions and environments for all studies."""
 
 import argparse
 import datetime
@@ -30,6 +30,15 @@ def write_records(
     lines = ",\n".join(map(json.dumps, records))
     here = json.dumps(machine())
     path.write_text(f'{{"machine": {here},\n"records": [\n{lines}\n]}}\n')
+
+
+def save_chart(figure: Any, path: pathlib.Path) -> None:
+    """Write a chart, with equal bytes for equal records."""
+    from matplotlib import rc_context
+
+    figure.tight_layout()
+    with rc_context({"svg.hashsalt": "", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
 
 
 def intervals(text: str) -> tuple[int, int]:

@@ -194,9 +194,8 @@ def means(records: Sequence[Any], *key: str) -> dict[int, float]:
 
 def draw(records: Sequence[Any], path: pathlib.Path) -> None:
     """Draw the mean counts over the batches."""
-    from matplotlib import pyplot, rcParams
+    from matplotlib import pyplot
 
-    rcParams.update({"svg.hashsalt": "", "svg.fonttype": "none"})
     shown = [name for name in TARGETS if means(records, name, "kfac")]
     size = 4 * len(shown), 3
     figure, axes = pyplot.subplots(1, len(shown), figsize=size, squeeze=False)
@@ -210,8 +209,7 @@ def draw(records: Sequence[Any], path: pathlib.Path) -> None:
         axis.yaxis.set_major_formatter("{x:g}")
     axes[0][0].set_ylabel("steps")
     axes[0][0].legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    command.save_chart(figure, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -29,7 +29,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import command  # noqa: F401, isort: skip, sets the module path
+import command  # isort: skip, sets the module path
 from common.arguments import make_parser_of, positive
 from tfkfac import KFAC
 from tfkfac.blocks import Block
@@ -315,9 +315,8 @@ def plan_text(costs: Sequence[Cost], model: keras.Model, batch: int) -> str:
 
 def draw(optimizer: Any, workers: int, batch: int, path: pathlib.Path) -> None:
     """Draw state and bytes over the workers, for the explicit inverse."""
-    from matplotlib import pyplot, rcParams
+    from matplotlib import pyplot
 
-    rcParams.update({"svg.hashsalt": "", "svg.fonttype": "none"})
     lines: dict[str, list[tuple[float, ...]]] = {}
     for power in range(1, workers.bit_length()):
         for mode, *_, received, state in costs_of(optimizer, 2**power, batch):
@@ -337,8 +336,7 @@ def draw(optimizer: Any, workers: int, batch: int, path: pathlib.Path) -> None:
         axis.xaxis.set_major_formatter("{x:g}")
         axis.set_ylim(bottom=0)
     axes[1].legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    command.save_chart(figure, path)
 
 
 # ------------------------------------------------------------ the command line

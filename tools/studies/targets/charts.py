@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from command import save_chart
 from targets.methods import KFAC
 from targets.problems import FULL_PROBLEMS
 from targets.report import title
@@ -24,9 +25,8 @@ def draw(
     over_epochs: bool,
 ) -> None:
     """Draw the mean curves of the methods, a panel for each problem."""
-    from matplotlib import pyplot, rcParams, ticker
+    from matplotlib import pyplot, ticker
 
-    rcParams.update({"svg.hashsalt": "", "svg.fonttype": "none"})
     figure, axes = pyplot.subplots(2, 4, figsize=(12, 6))
     group = [r for r in records if _is_drawn(Run(**r["run"]), methods)]
     for axis, name in zip(axes.flat, FULL_PROBLEMS, strict=True):
@@ -48,8 +48,7 @@ def draw(
     for axis in axes[1]:
         axis.set_xlabel("epochs" if over_epochs else "processor seconds")
     axes[0][0].legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    save_chart(figure, path)
 
 
 def _is_drawn(run: Run, methods: Sequence[str]) -> bool:
