@@ -72,7 +72,6 @@ FORM = 20.0  # D^T F D, for which rho sum |Q|^2 is 20
         ({}, FORM, 0.01, 1, 0.07 / np.sqrt(FORM)),
         ({}, FORM, -0.5, 1, 0.07 / np.sqrt(FORM)),  # L < H by rounding
         ({}, FORM, NAN, 1, 0.07 / np.sqrt(FORM)),
-        ({}, FORM, np.inf, 1, 0.07 / np.sqrt(FORM)),
         ({}, 2e6, 4.0, 1, 0.006),
         # Saturated predictions: the curvature is 0, the loss may be large.
         ({}, 1e-9, 1e4, 1e4, 1),
@@ -82,12 +81,10 @@ FORM = 20.0  # D^T F D, for which rho sum |Q|^2 is 20
         ({"updates": 10_000}, FORM, 4.0, 1, 0.09 / np.sqrt(FORM)),
         ({"updates": 1600}, FORM, 4.0, 1e4, 0.6 * np.sqrt(2 / FORM)),
         ({"updates": 1600}, FORM, 0.0, 1, 0.035 / np.sqrt(FORM)),
-        ({"updates": 1600}, 2e6, 4.0, 1, 0.003),
         # With recurrent layers, at least c max(0.006, min(0.05, 0.3 root)).
         ({"is_recurrent": True}, FORM, 4.0, 1, 0.45 / np.sqrt(FORM)),
         ({"is_recurrent": True}, 2e7, 4.0, 1, 0.05),
         ({"is_recurrent": True}, 2e7, 0.01, 1, 0.03),
-        ({"is_recurrent": True}, 2e7, 0.0004, 1, 0.006),
         ({"is_recurrent": True}, 2e7, NAN, 1, 0.006),
         ({"is_recurrent": True, "updates": 1600}, 2e7, 0.01, 1, 0.015),
     ],
@@ -104,8 +101,11 @@ def test_length(
 
 
 def test_ratio_remembers_large_values() -> None:
-    """A form that is not positive is ignored; a ratio is at least 0.001."""
-    forms = [5.0, 20.0, 10.0, NAN, 1.0, 0.0, -1.0, 1e-9, 40.0, np.inf, 10.0]
+    """A form that is not positive is ignored; a ratio is at least 0.001.
+
+    The first form has no predecessor, not even the initial ratio, 1.
+    """
+    forms = [0.1, 20.0, 10.0, NAN, 1.0, 0.0, -1.0, 1e-9, 40.0, np.inf, 10.0]
     ratio, want = forms[0] / sum(SQUARES), []
     for step, form in enumerate(forms, 1):
         if np.isfinite(form) and form > 0:
@@ -114,12 +114,6 @@ def test_ratio_remembers_large_values() -> None:
         kappa = min(step / 10, 1) * 0.45
         want.append(kappa / np.sqrt(ratio * sum(SQUARES)))
     np.testing.assert_allclose(Steps().rates(forms), want, rtol=1e-12)
-
-
-def test_first_form_has_no_predecessor() -> None:
-    """Not even the initial ratio, 1."""
-    want = 0.1 * 0.45 / np.sqrt(0.1)
-    assert Steps().rates([0.1])[0] == pytest.approx(want)
 
 
 def test_steps_that_compute_the_form() -> None:
@@ -161,13 +155,6 @@ class Even(layers.Layer):
         return shape
 
 
-class Noise(layers.Layer):
-    """Takes any batch size."""
-
-    def call(self, x: Any) -> Any:
-        return x + keras.random.normal(keras.ops.shape(x), seed=1)
-
-
 class NoSecond(keras.Model):
     """Has an operation without a second derivative."""
 
@@ -185,15 +172,14 @@ def compiled(model: Any, eager: bool = True) -> Any:
     return model
 
 
-@pytest.mark.parametrize("eagerly", [False, True])
-def test_one_warning_without_curvature(eagerly: bool) -> None:
+def test_one_warning_without_curvature() -> None:
     """Also if the reason, with the shape of a tensor, differs per trace."""
     stack = [keras.Input((4,)), layers.Dense(4), LargeBatch()]
-    model = compiled(keras.Sequential(stack), eagerly)
+    model = compiled(keras.Sequential(stack), eager=False)
     with pytest.warns(
         UserWarning, match="cannot compute the curvature"
     ) as all_:
-        for size in (8, 12, 16):
+        for size in (8, 12):
             model.train_on_batch(tf.ones([size, 4]), tf.zeros([size, 4]))
     assert len([w for w in all_ if "curvature" in str(w.message)]) == 1
 
@@ -233,29 +219,30 @@ class WithoutState(AnyArguments):
         return super().compute_loss(x, y, y_pred[0], *args, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("model_class", "is_sparse"),
-    [(AnyArguments, False), (OnlyArguments, True), (WithoutState, False)],
-)
-def test_curvature_of_other_models(model_class: Any, is_sparse: bool) -> None:
+def test_curvature_of_other_models() -> None:
     """The ratio is that of `keras.Model`; without curvature it is 1."""
     x = np.eye(8, 4, dtype="float32")
-    inputs = tf.sparse.from_dense(x) if is_sparse else tf.constant(x)
     ratios = []
-    for make in (keras.Model, model_class):
+    for make, is_sparse in (
+        (keras.Model, False),
+        (AnyArguments, False),
+        (OnlyArguments, True),
+        (WithoutState, False),
+    ):
         i = keras.Input((4,), sparse=is_sparse)
         dense = layers.Dense(4, kernel_initializer="ones")
         model = compiled(make(i, dense(i)))
+        inputs = tf.sparse.from_dense(x) if is_sparse else tf.constant(x)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model.train_on_batch(inputs, tf.zeros([8, 4]), tf.range(1.0, 9.0))
         ratios.append(float(model.optimizer.method.states[0].length.ratio))
-    assert ratios[0] == ratios[1] != 1.0
+    assert len({*ratios}) == 1 and ratios[0] != 1.0
 
 
 @pytest.mark.parametrize(
     ("layer", "size", "rows"),
-    [(Constant, 32, 32), (Even, 30, 30), (Noise, 32, 8), (None, 32, 8)],
+    [(Constant, 32, 32), (Even, 30, 30), (layers.GaussianNoise, 32, 8)],
 )
 def test_examples_of_the_form(
     monkeypatch: pytest.MonkeyPatch, layer: Any, size: int, rows: int
@@ -270,8 +257,8 @@ def test_examples_of_the_form(
 
     original = length.directional_curvature
     monkeypatch.setattr(length, "directional_curvature", curvature)
-    stack = [keras.Input((4,)), layers.Dense(4)]
-    stack += [layer()] if layer else []
+    last = layer(1.0) if layer is layers.GaussianNoise else layer()
+    stack = [keras.Input((4,)), layers.Dense(4), last]
     model = compiled(keras.Sequential(stack), eager=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

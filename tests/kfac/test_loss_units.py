@@ -52,10 +52,8 @@ SAME: dict[str, tuple[Array, str | None, list[Any]]] = {
         [
             "mse",
             lambda y, p: 17.0 * squares(y, p),
-            lambda y, p: tf.reduce_mean(tf.square(y - p)),
-            lambda y, p: tf.reduce_sum(tf.square(y - p)),
             LOSSES.MeanSquaredError(reduction="none"),
-            LOSSES.MeanSquaredError(reduction="sum"),
+            lambda y, p: tf.reduce_sum(tf.square(y - p)),
         ],
     ),
     "binary": (
@@ -64,7 +62,6 @@ SAME: dict[str, tuple[Array, str | None, list[Any]]] = {
         [
             "binary_crossentropy",
             lambda y, p: 3 * FEATURES * LOSSES.binary_crossentropy(y, p),
-            LOSSES.BinaryCrossentropy(reduction="sum"),
         ],
     ),
     "smoothed": (HOT, "softmax", [smoothed(), smoothed(reduction="sum")]),
@@ -236,8 +233,6 @@ def test_loss_terms_are_checked() -> None:
 
 
 # ------------------------------------------------------------ unknown losses
-
-
 def huber(y: Any, p: Any) -> Any:
     return LOSSES.huber(y, p, delta=0.5)
 
@@ -248,18 +243,15 @@ def asserting(y: Any, p: Any) -> Any:
     return tf.reduce_mean(tf.square(p), -1)
 
 
-HUBER = [
-    huber,
-    lambda y, p: tf.reduce_mean(huber(y, p)),
-    lambda y, p: tf.reduce_sum(huber(y, p)),
-]
-
-
 def quartic(_: Any, p: Any) -> Any:
     return tf.reduce_sum(p**4) / FEATURES
 
 
-@pytest.mark.parametrize("loss", [*HUBER, asserting, quartic])
+def total_huber(y: Any, p: Any) -> Any:
+    return tf.reduce_sum(huber(y, p))
+
+
+@pytest.mark.parametrize("loss", [huber, total_huber, asserting, quartic])
 def test_unknown_losses_have_unit_1(loss: Any) -> None:
     """A sum is treated as a mean times the number of examples."""
     y = np.full_like(REAL, 100) if loss is asserting else REAL
@@ -390,7 +382,7 @@ def test_gauss_newton_with_an_unknown_loss() -> None:
     )
     x, y = X[:8], REAL[:8]
     with pytest.warns(UserWarning, match="no known likelihood"):
-        losses = model.fit(x, y, epochs=10, verbose=0).history["loss"]
+        losses = model.fit(x, y, epochs=5, verbose=0).history["loss"]
     assert losses[-1] < 0.5 * losses[0]
 
 
@@ -449,9 +441,9 @@ def test_state_of_a_loss_equals_that_with_sgd(
         loss = Stateful(in_function)
         model = linear()
         model.compile(optimizer, loss, run_eagerly=eager)
-        for _ in range(3):
+        for _ in range(2):
             model.train_on_batch(X, REAL)
         states.append(loss.state())
-    assert states[0][0] == 3
+    assert states[0][0] == 2
     for want, got in zip(*states, strict=True):
         np.testing.assert_array_equal(got, want)

@@ -118,12 +118,19 @@ def test_matrices_move_along_their_polar_factors() -> None:
 
 @pytest.mark.parametrize("rules", [{}, {"skip_layers": "logits"}])
 def test_squared_length(rules: Any) -> None:
-    """That of the block; without a block that of all matrices."""
+    """That of the block; without a block that of all matrices.
+
+    Without a block, all matrices move by the same RMS.
+    """
     with floats("float64"), exact_polar_factors():
         model = compiled(**rules)
-        gradients = {path: g for path, g, _ in train(model, 0)}
+        results = train(model, 0)
+        gradients = {path: gradient for path, gradient, _ in results}
         if rules:
             want = sum(0.2**2 * gradients[path].size for path in MATRICES)
+            lengths = [rms(new) for path, _, new in results if path in MATRICES]
+            assert lengths[0] > 1e-3
+            np.testing.assert_allclose(lengths, lengths[0], rtol=1e-4)
         else:
             names = ("logits/kernel", "logits/bias")
             W = np.vstack([gradients[name] for name in names])
@@ -134,9 +141,7 @@ def test_squared_length(rules: Any) -> None:
     assert report["length"] / report["clip_factor"] ** 2 == pytest.approx(want)
 
 
-@pytest.mark.parametrize(
-    "rules", [{}, {"skip_layers": "lstm.*"}, {"only_layers": ["logits", "mix"]}]
-)
+@pytest.mark.parametrize("rules", [{}, {"only_layers": ["logits", "mix"]}])
 def test_other_weights_are_left_to_the_rest_optimizer(rules: Any) -> None:
     """These are vectors, embeddings and excluded layers."""
     rest, rule = keras.optimizers.Adam(2**-8), adam(2**-8, betas=(0.9, 0.999))
@@ -214,21 +219,10 @@ class CellAndLoop(layers.Layer):
 @pytest.mark.parametrize(
     ("layer", "shape", "rules", "is_recurrent"),
     [
-        (lambda: layers.GRU(3), (4, 2), {}, True),
-        (
-            lambda: layers.RNN([layers.GRUCell(3), Accumulate()]),
-            (4, 2),
-            {},
-            True,
-        ),
+        (lambda: layers.RNN([layers.GRUCell(3)]), (4, 2), {}, True),
         (Unrolled, (4, 2), {}, True),
         (CellAndLoop, (4, 2), {}, True),
-        (
-            lambda: layers.TimeDistributed(layers.GRU(3)),
-            (2, 4, 2),
-            {},
-            True,
-        ),
+        (lambda: layers.TimeDistributed(layers.GRU(3)), (2, 4, 2), {}, True),
         (lambda: layers.GRU(3), (4, 2), {"skip_layers": [layers.GRU]}, False),
         (lambda: layers.TimeDistributed(Mix()), (4, 2), {}, False),
     ],
@@ -247,20 +241,10 @@ def test_recurrent_layers(
 
 def test_momenta_are_saved(tmp_path: Path) -> None:
     model = compiled()
-    for step in range(2):
-        train(model, step)
+    train(model, 0)
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras")
     again.run_eagerly = True
     for candidate in (model, again):
-        train(candidate, 2)
+        train(candidate, 1)
     assert_same(everything(again), everything(model))
-
-
-def test_a_model_without_blocks() -> None:
-    """All matrices move by the same RMS, and vectors by the rest optimizer."""
-    model = compiled(skip_layers=["logits"])
-    changes = {path: change for path, _, change in train(model, 0)}
-    lengths = [rms(changes[path]) for path in MATRICES]
-    assert lengths[0] > 1e-3
-    np.testing.assert_allclose(lengths, lengths[0], rtol=1e-4)

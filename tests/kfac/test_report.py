@@ -180,19 +180,18 @@ SMALLER = "Try a smaller one, KFAC(kl_clip=0.005), or a larger damping"
 
 
 @pytest.mark.parametrize(
-    ("options", "targets", "hint"),
+    ("rate", "targets", "hint"),
     [
-        ({}, 1, None),
-        ({"rate": 1e3}, 1, SMALLER),
-        # A loss of thousands of nats needs long steps.
-        ({"rate": 1e3}, 100, None),
+        (RATE, 1, None),
+        (1e3, 1, SMALLER),
+        (1e3, 100, None),  # A loss of thousands of nats needs long steps.
     ],
 )
 def test_clip_hint(
-    options: Any, targets: float, hint: str | None, capfd: Any
+    rate: float, targets: float, hint: str | None, capfd: Any
 ) -> None:
     """The hint is given once, after 20 steps, with the cause."""
-    model = model_of(**options)
+    model = model_of(rate)
     data = tf.data.Dataset.from_tensors((X, targets * Y)).repeat()
     model.fit(data, steps_per_epoch=19, verbose=0)
     assert "tfkfac" not in capfd.readouterr().err

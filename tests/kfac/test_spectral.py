@@ -72,16 +72,14 @@ def kfac(inner: Any = "default", **options: Any) -> Any:
     return tfkfac.KFAC(inner, **options)
 
 
-LEFT: dict[str, Any] = {"skip_layers": ("hidden",)}
+LEFT = {"rest_optimizer": "warm-up", "skip_layers": ("hidden",)}
 
 
 @pytest.mark.parametrize(
     ("options", "scale"),
     [
-        ({}, 1),
         ({"solver": "eigen"}, 8),  # a loss of several nats
-        ({"inner": "warm-up", "weight_decay": 0.5, **LEFT}, 1),
-        ({"rest_optimizer": "warm-up", "weight_decay": 0.5, **LEFT}, 1),
+        ({"weight_decay": 0.5, **LEFT}, 1),
     ],
 )
 def test_steps_are_the_definition(
@@ -96,22 +94,21 @@ def test_steps_are_the_definition(
     assert_close(result, want)
 
 
-@pytest.mark.parametrize(
-    ("first", "rate"), [(0.25, 0.0), (None, 4.0), (0.0, 0.1)]
-)
-def test_learning_rate_is_a_factor(first: float | None, rate: float) -> None:
+def test_learning_rate_is_a_factor() -> None:
     """Steps of both optimizers are proportional to the learning rate."""
     moves = []
-    for start, then in ((first, rate), (1.0, 1.0)):
+    for start, rate in ((1.0, 1.0), (0.25, 0.0), (None, 4.0), (0.0, 0.1)):
         model = mlp()
         optimizer = tfkfac.KFAC(start, step="spectral", skip_layers=["hidden"])
         model.compile(optimizer, cross_entropy(), run_eagerly=True)
         model.train_on_batch(0 * X, Y, np.zeros(len(X)))
-        optimizer.learning_rate = then
-        moves.append(moved(model))
-    for move, whole in zip(*moves, strict=True):
-        assert np.abs(whole).max() > 5e-4
-        np.testing.assert_allclose(move, rate * whole, rtol=1e-4, atol=1e-6)
+        optimizer.learning_rate = rate
+        moves.append((rate, moved(model)))
+    (_, wholes), *others = moves
+    assert min(np.abs(whole).max() for whole in wholes) > 5e-4
+    for rate, changes in others:
+        for move, whole in zip(changes, wholes, strict=True):
+            np.testing.assert_allclose(move, rate * whole, 1e-4, 1e-6)
 
 
 # ------------------------------------------------------ gradients of nothing
@@ -247,7 +244,7 @@ def test_a_batch_that_weighs_nothing() -> None:
     assert np.abs(moved(model)[0]).max() > 1e-4
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
+@pytest.mark.parametrize("scale", [1e-30, 1e10, 1e30])
 def test_gradients_whose_squares_underflow(scale: float) -> None:
     model = mlp()
     optimizer = tfkfac.KFAC(step="spectral").attach(model)
@@ -288,16 +285,15 @@ def own_steps(optimizer: Any, scale: Any = None, steps: int = 3) -> Any:
     return model
 
 
-@pytest.mark.parametrize("rate", [1.0, 0.5])
-def test_unknown_loss(rate: float) -> None:
+def test_unknown_loss() -> None:
     """All weights of a block move by an RMS of 0.01 times the rate."""
-    optimizer = tfkfac.KFAC(step="spectral", learning_rate=rate)
+    optimizer = tfkfac.KFAC(step="spectral", learning_rate=0.5)
     with pytest.warns(UserWarning, match="root mean square 0.01"):
         model = own_steps(optimizer, steps=1)
     pairs = zip(model.get_weights(), mlp().get_weights(), strict=True)
     kernel, bias, *others = (a - b for a, b in pairs)
     for block in ([kernel, bias], others):
-        assert rms(np.vstack(block)) == pytest.approx(0.01 * rate, rel=1e-4)
+        assert rms(np.vstack(block)) == pytest.approx(0.005, rel=1e-4)
 
 
 def test_scale_loss_passes_the_loss() -> None:
