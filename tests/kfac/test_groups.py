@@ -71,13 +71,6 @@ def positions(kfac: Any) -> list[tuple[int, ...]]:
     return groups
 
 
-def test_equal_blocks_share_variables() -> None:
-    built(kfac := optimizer("spectral"), network())
-    (state,) = kfac.method.states
-    assert positions(kfac) == [(0, 1, 2), (3,)]
-    assert state.averages[0].averages[0].shape == (3, WIDTH + 1, WIDTH + 1)
-
-
 @pytest.mark.parametrize("step", ["natural", "spectral"])
 def test_layers_without_gradients_keep_their_rows(step: str) -> None:
     """A step of some equal layers: the others do not change.
@@ -164,6 +157,9 @@ def test_spectral_steps_and_gpus_have_large_groups(
         )
         built(kfac := optimizer(step), network())
         assert positions(kfac) == [(0, 1, 2), (3,)]
+        (state,) = kfac.method.states
+        shape = 3, WIDTH + 1, WIDTH + 1
+        assert state.averages[0].averages[0].shape == shape
 
 
 # ------------------------------------------------ flags of interleaved groups
