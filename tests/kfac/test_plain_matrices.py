@@ -177,19 +177,6 @@ def test_rate_of_the_default_rest_optimizer(
     assert float(copy.rest_optimizer.learning_rate) == pytest.approx(0.03)
 
 
-class Accumulate(layers.Layer):
-    """A custom cell: a sum of products with a matrix."""
-
-    state_size = 3
-
-    def build(self, shape: Any) -> None:
-        self.matrix = self.add_weight((shape[-1], 3), name="matrix")
-
-    def call(self, x: Any, states: Any) -> Any:
-        total = states[0] + x @ self.matrix
-        return total, [total]
-
-
 class Unrolled(layers.Layer):
     """A loop in Python."""
 
@@ -209,7 +196,7 @@ class CellAndLoop(layers.Layer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cell = Accumulate()
+        self.cell = layers.SimpleRNNCell(3)
         self.rnn = layers.RNN(self.cell)
 
     def call(self, x: Any) -> Any:

@@ -235,7 +235,7 @@ def test_a_trained_model_is_kept() -> None:
     """Outputs are not fitted to labels that are close together."""
     model, y = network(), (SIGNAL + 2).astype("float32")
     model.compile("adam", "mse")
-    model.fit(X, y, batch_size=40, epochs=20, verbose=0)
+    model.fit(X, y, batch_size=40, epochs=10, verbose=0)
     before = model.evaluate(X, y, 400, verbose=0)
     weights = model.get_weights()
     near = np.argsort(np.abs(y - 2).sum(1))[:16]
