@@ -348,3 +348,31 @@ def test_a_model_without_blocks_is_trained_by_the_rest_optimizer() -> None:
     for name in LABELS:
         same(found[name], want[name])
     assert int(ours.iterations) == STEPS
+
+
+def test_averages_outside_of_fit() -> None:
+    """Averages are used in `evaluate` and `predict`.
+
+    Keras' callback restores the weights after `evaluate` only.
+    """
+    model, (x, y) = mlp(), data(16)
+    model.compile(averaging(), loss(), run_eagerly=True)
+    batches = []
+    for _ in range(3):
+        model.train_on_batch(x, y)
+        batches.append(model.get_weights())
+    plain, inside = model.evaluate(x, y, verbose=0), []
+    swap = keras.callbacks.SwapEMAWeights()
+    seen = keras.callbacks.LambdaCallback(
+        on_test_batch_end=lambda *_, **__: inside.append(model.get_weights()),
+        on_predict_batch_end=lambda *_, **__: inside.append(
+            model.get_weights()
+        ),
+    )
+    for _ in range(2):  # with the same callbacks
+        assert model.evaluate(x, y, verbose=0, callbacks=[swap, seen]) != plain
+        close(model.get_weights(), batches[-1])
+    model.predict(x, verbose=0, callbacks=[swap, seen])
+    assert len(inside) == 3
+    for weights in inside:
+        close(weights, average_of(batches))
