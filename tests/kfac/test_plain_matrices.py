@@ -96,49 +96,52 @@ def rms(array: Array) -> float:
     return float(np.sqrt(np.mean(array**2)))
 
 
+def squared_length(model: Any) -> float:
+    report = model.optimizer.last_step
+    return float(report["length"] / report["clip_factor"] ** 2)
+
+
 def test_matrices_move_along_their_polar_factors() -> None:
-    """As far as the matrix of a block; all have the RMS 0.2 times r."""
+    """As far as the matrix of a block; all have the RMS 0.2 times r.
+
+    The length of a step is that of the block.
+    """
     momenta = dict.fromkeys(MATRICES, 0.0)
+    block, root = ("logits/kernel", "logits/bias"), Spectral(ROOTS["inverse"])
     with floats("float64"), exact_polar_factors():
         model = compiled()
         for step in range(3):
             results = train(model, step)
             changes = {path: change for path, _, change in results}
-            kernel, bias = changes["logits/kernel"], changes["logits/bias"]
-            length = rms(np.vstack([kernel, bias]))
+            gradients = {path: gradient for path, gradient, _ in results}
+            length = rms(np.vstack([changes[path] for path in block]))
             assert length > 1e-3
-            for path, gradient, change in results:
-                if path in MATRICES:
-                    W = gradient.reshape(-1, gradient.shape[-1])
-                    M = momenta[path] = MU * momenta[path] + W
-                    Q = polar(W + MU * M).reshape(change.shape)
-                    want = -length / rms(Q) * Q
-                    np.testing.assert_allclose(change, want, rtol=1e-6)
+            for path in MATRICES:
+                gradient, change = gradients[path], changes[path]
+                W = gradient.reshape(-1, gradient.shape[-1])
+                M = momenta[path] = MU * momenta[path] + W
+                Q = polar(W + MU * M).reshape(change.shape)
+                want = -length / rms(Q) * Q
+                np.testing.assert_allclose(change, want, rtol=1e-6)
+            if step == 0:
+                W = np.vstack([gradients[path] for path in block])
+                [factors] = model.optimizer.factors().values()
+                A_and_G = factors["A"], factors["G"]
+                _, squares = root.direction(0, W, A_and_G, 0.01)
+                assert squared_length(model) == pytest.approx(squares)
 
 
-@pytest.mark.parametrize("rules", [{}, {"skip_layers": "logits"}])
-def test_squared_length(rules: Any) -> None:
-    """That of the block; without a block that of all matrices.
-
-    Without a block, all matrices move by the same RMS.
-    """
+def test_a_model_without_blocks() -> None:
+    """All matrices move by the same RMS and determine the length."""
     with floats("float64"), exact_polar_factors():
-        model = compiled(**rules)
+        model = compiled(skip_layers="logits")
         results = train(model, 0)
-        gradients = {path: gradient for path, gradient, _ in results}
-        if rules:
-            want = sum(0.2**2 * gradients[path].size for path in MATRICES)
-            lengths = [rms(new) for path, _, new in results if path in MATRICES]
-            assert lengths[0] > 1e-3
-            np.testing.assert_allclose(lengths, lengths[0], rtol=1e-4)
-        else:
-            names = ("logits/kernel", "logits/bias")
-            W = np.vstack([gradients[name] for name in names])
-            [block] = model.optimizer.factors().values()
-            spectral, AG = Spectral(ROOTS["inverse"]), (block["A"], block["G"])
-            _, want = spectral.direction(0, W, AG, 0.01)
-    report = model.optimizer.last_step
-    assert report["length"] / report["clip_factor"] ** 2 == pytest.approx(want)
+    changes = [new for path, _, new in results if path in MATRICES]
+    lengths = [rms(change) for change in changes]
+    assert lengths[0] > 1e-3
+    np.testing.assert_allclose(lengths, lengths[0], rtol=1e-4)
+    want = sum(0.2**2 * change.size for change in changes)
+    assert squared_length(model) == pytest.approx(want)
 
 
 @pytest.mark.parametrize("rules", [{}, {"only_layers": ["logits", "mix"]}])

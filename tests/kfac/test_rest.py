@@ -114,24 +114,6 @@ def test_rest_rate_follows_callbacks() -> None:
         assert rate == pytest.approx(2.5e-4)
 
 
-def test_rows_that_are_looked_up_twice_have_one_gradient() -> None:
-    """Adam's first step is 0.001 for each row that is looked up."""
-    tokens = keras.layers.Embedding(5, 2, name="tokens")
-    model = keras.Sequential(
-        [keras.Input((3,)), tokens, keras.layers.Dense(CLASSES)]
-    )
-    model.compile(
-        tfkfac.KFAC(step="natural", skip_layers=["tokens"]),
-        "mse",
-        run_eagerly=True,
-    )
-    before = tokens.get_weights()[0]
-    model.train_on_batch(np.array([[0, 1, 1], [1, 1, 3]]), np.ones((2, 3, 1)))
-    moved = np.abs(tokens.get_weights()[0] - before)
-    want = np.array([1e-3, 1e-3, 0, 1e-3, 0])[:, None]
-    np.testing.assert_allclose(moved, want + 0 * moved, rtol=0.01)
-
-
 # ---------------------------------------------------------- averaged weights
 def averaging(**options: Any) -> Any:
     inner = SGD(0.1, use_ema=True, ema_momentum=0.75)
