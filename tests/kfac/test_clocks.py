@@ -1,7 +1,6 @@
 """When factors, decompositions and hyperparameters take effect."""
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -89,39 +88,18 @@ def test_default_schedule() -> None:
 
 def growing(iteration: Any) -> Any:
     if iteration < 4:
-        return 1
-    return 3
+        return 0.5  # anything below 1 is 1
+    return 3.0
 
 
-def half(iteration: Any) -> Any:
-    # Anything below 1 is 1.
-    return 0.5 * iteration
-
-
-@pytest.mark.parametrize(
-    ("factor", "inverse", "want_factors", "want_inverses"),
-    [
-        (
-            Formula(growing),
-            Formula(half),
-            [0, 1, 2, 3, 6, 9, 12],
-            [0, 1, 2, 3, 4, 6, 8, 10, 12],
-        ),
-        (
-            PiecewiseConstantDecay([5, 8], [2, 3, 5]),
-            PolynomialDecay(1.0, 8, 5.0),
-            [0, 2, 4, 6, 10],
-            # 1 + i / 2, rounded down: 1 1 2 2 3 3 4 4 5 5 ...
-            [0, 1, 2, 10],
-        ),
-    ],
-    ids=["formulas", "schedules"],
-)
-def test_intervals(
-    factor: Any, inverse: Any, want_factors: list[int], want_inverses: list[int]
-) -> None:
-    loop = Loop(factor_update_interval=factor, inverse_update_interval=inverse)
-    assert loop.updates(13) == (want_factors, want_inverses)
+def test_intervals() -> None:
+    loop = Loop(
+        factor_update_interval=PiecewiseConstantDecay([5, 8], [2, 3, 5]),
+        inverse_update_interval=Formula(growing),
+    )
+    factors, inverses = loop.updates(13)
+    assert factors == [0, 2, 4, 6, 10]
+    assert inverses == [0, 1, 2, 3, 6, 9, 12]
     assert loop.traces == 1
 
 
@@ -165,7 +143,7 @@ def test_new_intervals_are_used_at_once() -> None:
 @pytest.mark.parametrize(
     ("name", "start", "other"),
     [
-        ("damping", Formula(half), Formula(growing)),
+        ("damping", PolynomialDecay(1.0, 8, 5.0), Formula(growing)),
         ("kl_clip", 0.1, None),
         ("factor_update_interval", None, 5),
     ],
@@ -234,25 +212,19 @@ def resnet50() -> list[Shapes]:
     return [*shapes, matrices(2048, 1000)]
 
 
-def bert_large() -> list[Shapes]:
-    layer = [matrices(1024, 1024)] * 4
-    return [*layer, matrices(1024, 4096), matrices(4096, 1024)] * 24
-
-
 def matrices(inputs: int, outputs: int) -> Shapes:
     return {"A": (inputs + 1, inputs + 1), "G": (outputs, outputs)}
 
 
-@pytest.mark.parametrize("workers", [2, 8, 16, 64])
+@pytest.mark.parametrize("workers", [2, 16, 64])
 @pytest.mark.parametrize("mode", ["comm_opt", "mem_opt"])
-@pytest.mark.parametrize("model", [resnet50, bert_large])
-def test_inverse_updates_scale(model: Any, mode: str, workers: int) -> None:
+def test_inverse_updates_scale(mode: str, workers: int) -> None:
     """The workers wait for the busiest one of each group.
 
     An interval takes 1/P of the work, or as long as its largest task. A group
     is within 1.5 times the largest block, or near a quarter of an interval.
     """
-    shapes = model()
+    shapes = resnet50()
     plan = plan_layers(shapes, workers, mode)
     groups = assign_groups(plan, shapes)
     work = np.zeros([max(groups) + 1, workers])
@@ -365,21 +337,18 @@ def test_each_block_with_its_group() -> None:
     assert int(optimizer.inverse_updates) == 6
 
 
-INNER: dict[str, Callable[[], Any]] = {
-    "scheduled": lambda: keras.optimizers.SGD(
-        PolynomialDecay(0.2, 3, 0.05),
-        momentum=0.9,
+def inner_optimizer() -> Any:
+    return keras.optimizers.AdamW(
+        PolynomialDecay(0.02, 3, 0.005),
+        weight_decay=0.1,
         global_clipnorm=0.05,
         use_ema=True,
         ema_momentum=0.5,
         ema_overwrite_frequency=2,
-    ),
-    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
-}
+    )
 
 
-@pytest.mark.parametrize("case", INNER)
-def test_inner_options_act_on_the_preconditioned_gradient(case: str) -> None:
+def test_inner_options_act_on_the_preconditioned_gradient() -> None:
     """Equals the inner optimizer alone on K-FAC's preconditioned gradients.
 
     `source` (plain SGD, rate 1) shows these gradients. The curvature is that
@@ -391,8 +360,8 @@ def test_inner_options_act_on_the_preconditioned_gradient(case: str) -> None:
     )
     models = source, target, alone = [mlp() for _ in range(3)]
     plain = tfkfac.KFAC(keras.optimizers.SGD(1.0), **fixed).attach(source)
-    wrapped = tfkfac.KFAC(INNER[case](), **fixed).attach(target)
-    inner = INNER[case]()
+    wrapped = tfkfac.KFAC(inner_optimizer(), **fixed).attach(target)
+    inner = inner_optimizer()
     inner.build(alone.trainable_variables)
     for step in range(3):
         x, y = data(seed=step)

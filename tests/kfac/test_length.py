@@ -19,45 +19,33 @@ SQUARES = 2.0, 3.0  # |Q|^2 of two blocks
 NAN = float("nan")
 
 
-class Steps:
-    """Steps of the length rule, one for each value of `D^T F D`.
+def take_steps(
+    forms: Sequence[float],
+    excess: float = 4.0,
+    labels: float = 1.0,
+    updates: int = 400,
+    is_recurrent: bool = False,
+) -> tuple[Array, list[int]]:
+    """Take a step for each value of `D^T F D`.
 
-    Attributes:
-        computed: Numbers of the steps that computed `D^T F D`.
+    Returns:
+        The factor r of each step, and the numbers of the steps that computed
+        `D^T F D`.
     """
+    rule, rates, computed = SpectralLength(), [], []
+    rule.is_recurrent = is_recurrent
+    numbers = [
+        tf.constant(x, "float64") for x in (sum(SQUARES), excess, labels)
+    ]
+    for step, form in enumerate(forms, 1):
 
-    def __init__(self, updates: int = 400, is_recurrent: bool = False) -> None:
-        self._length = SpectralLength()
-        self._length.is_recurrent = is_recurrent
-        self._updates = tf.constant(updates, tf.int64)
-        self.computed: list[int] = []
-
-    def rates(
-        self, forms: Sequence[float], excess: float = 4.0, labels: float = 1.0
-    ) -> Array:
-        """Return r of each step."""
-        return np.array(
-            [
-                self._rate(step, form, excess, labels)
-                for step, form in enumerate(forms, 1)
-            ]
-        )
-
-    def _rate(
-        self, step: int, form: float, excess: float, labels: float
-    ) -> float:
-        def curvature() -> tf.Tensor:
-            self.computed.append(step)
+        def curvature(step: int = step, form: float = form) -> tf.Tensor:
+            computed.append(step)
             return tf.constant(form, tf.float64)
 
-        rate = self._length.rate(
-            tf.constant(sum(SQUARES), tf.float64),
-            tf.constant(excess, tf.float64),
-            tf.constant(labels, tf.float64),
-            curvature,
-            self._updates,
-        )
-        return float(rate)
+        rate = rule.rate(*numbers, curvature, tf.constant(updates, tf.int64))
+        rates.append(float(rate))
+    return np.array(rates), computed
 
 
 FORM = 20.0  # D^T F D, for which rho sum |Q|^2 is 20
@@ -72,7 +60,6 @@ FORM = 20.0  # D^T F D, for which rho sum |Q|^2 is 20
         ({}, FORM, 0.01, 1, 0.07 / np.sqrt(FORM)),
         ({}, FORM, -0.5, 1, 0.07 / np.sqrt(FORM)),  # L < H by rounding
         ({}, FORM, NAN, 1, 0.07 / np.sqrt(FORM)),
-        ({}, FORM, np.inf, 1, 0.07 / np.sqrt(FORM)),
         ({}, 2e6, 4.0, 1, 0.006),
         # Saturated predictions: the curvature is 0, the loss may be large.
         ({}, 1e-9, 1e4, 1e4, 1),
@@ -82,12 +69,10 @@ FORM = 20.0  # D^T F D, for which rho sum |Q|^2 is 20
         ({"updates": 10_000}, FORM, 4.0, 1, 0.09 / np.sqrt(FORM)),
         ({"updates": 1600}, FORM, 4.0, 1e4, 0.6 * np.sqrt(2 / FORM)),
         ({"updates": 1600}, FORM, 0.0, 1, 0.035 / np.sqrt(FORM)),
-        ({"updates": 1600}, 2e6, 4.0, 1, 0.003),
         # With recurrent layers, at least c max(0.006, min(0.05, 0.3 root)).
         ({"is_recurrent": True}, FORM, 4.0, 1, 0.45 / np.sqrt(FORM)),
         ({"is_recurrent": True}, 2e7, 4.0, 1, 0.05),
         ({"is_recurrent": True}, 2e7, 0.01, 1, 0.03),
-        ({"is_recurrent": True}, 2e7, 0.0004, 1, 0.006),
         ({"is_recurrent": True}, 2e7, NAN, 1, 0.006),
         ({"is_recurrent": True, "updates": 1600}, 2e7, 0.01, 1, 0.015),
     ],
@@ -96,7 +81,7 @@ def test_length(
     options: Any, form: float, excess: float, labels: float, length: float
 ) -> None:
     """The length of the tenth step; the first steps are shorter."""
-    rates = Steps(**options).rates([form] * 12, excess, labels)
+    rates, _ = take_steps([form] * 12, excess, labels, **options)
     np.testing.assert_allclose(rates[9:], length, rtol=1e-12)
     if form == FORM and length > 0.02:
         warmup = np.arange(1, 11) / 10
@@ -104,8 +89,11 @@ def test_length(
 
 
 def test_ratio_remembers_large_values() -> None:
-    """A form that is not positive is ignored; a ratio is at least 0.001."""
-    forms = [5.0, 20.0, 10.0, NAN, 1.0, 0.0, -1.0, 1e-9, 40.0, np.inf, 10.0]
+    """A form that is not positive is ignored; a ratio is at least 0.001.
+
+    The first form has no predecessor, not even the initial ratio, 1.
+    """
+    forms = [0.1, 20.0, 10.0, NAN, 1.0, 0.0, -1.0, 1e-9, 40.0, np.inf, 10.0]
     ratio, want = forms[0] / sum(SQUARES), []
     for step, form in enumerate(forms, 1):
         if np.isfinite(form) and form > 0:
@@ -113,20 +101,13 @@ def test_ratio_remembers_large_values() -> None:
             ratio = max(new, 0.9 * ratio + 0.1 * new)
         kappa = min(step / 10, 1) * 0.45
         want.append(kappa / np.sqrt(ratio * sum(SQUARES)))
-    np.testing.assert_allclose(Steps().rates(forms), want, rtol=1e-12)
-
-
-def test_first_form_has_no_predecessor() -> None:
-    """Not even the initial ratio, 1."""
-    want = 0.1 * 0.45 / np.sqrt(0.1)
-    assert Steps().rates([0.1])[0] == pytest.approx(want)
+    np.testing.assert_allclose(take_steps(forms)[0], want, rtol=1e-12)
 
 
 def test_steps_that_compute_the_form() -> None:
     """The first 100, then each tenth."""
-    steps = Steps()
-    rates = steps.rates([5.0] * 100 + [20.0] * 25)
-    assert steps.computed == [*range(1, 101), 110, 120]
+    rates, computed = take_steps([5.0] * 100 + [20.0] * 25)
+    assert computed == [*range(1, 101), 110, 120]
     np.testing.assert_allclose(rates[108], rates[99], rtol=1e-12)
     np.testing.assert_allclose(rates[109:], rates[99] / 2, rtol=1e-12)
 
@@ -150,24 +131,6 @@ class Constant(layers.Layer):
         return shape
 
 
-class Even(layers.Layer):
-    """Needs an even batch size."""
-
-    def call(self, x: Any) -> Any:
-        half = tf.shape(x)[0] // 2
-        return tf.reshape(tf.reshape(x, [half, 2, -1]), [2 * half, 4])
-
-    def compute_output_shape(self, shape: Any) -> Any:
-        return shape
-
-
-class Noise(layers.Layer):
-    """Takes any batch size."""
-
-    def call(self, x: Any) -> Any:
-        return x + keras.random.normal(keras.ops.shape(x), seed=1)
-
-
 class NoSecond(keras.Model):
     """Has an operation without a second derivative."""
 
@@ -185,15 +148,14 @@ def compiled(model: Any, eager: bool = True) -> Any:
     return model
 
 
-@pytest.mark.parametrize("eagerly", [False, True])
-def test_one_warning_without_curvature(eagerly: bool) -> None:
-    """Also if the reason, with the shape of a tensor, differs per trace."""
+def test_one_warning_without_curvature() -> None:
+    """Also if the reason, with the shape of a tensor, differs."""
     stack = [keras.Input((4,)), layers.Dense(4), LargeBatch()]
-    model = compiled(keras.Sequential(stack), eagerly)
+    model = compiled(keras.Sequential(stack))
     with pytest.warns(
         UserWarning, match="cannot compute the curvature"
     ) as all_:
-        for size in (8, 12, 16):
+        for size in (8, 12):
             model.train_on_batch(tf.ones([size, 4]), tf.zeros([size, 4]))
     assert len([w for w in all_ if "curvature" in str(w.message)]) == 1
 
@@ -243,32 +205,36 @@ class WithoutState(AnyArguments):
         return super().compute_loss(x, y, y_pred[0], *args, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("model_class", "is_sparse"),
-    [(AnyArguments, False), (OnlyArguments, True), (WithoutState, False)],
-)
-def test_curvature_of_other_models(model_class: Any, is_sparse: bool) -> None:
+def test_curvature_of_other_models() -> None:
     """The ratio is that of `keras.Model`; without curvature it is 1."""
     x = np.eye(8, 4, dtype="float32")
-    inputs = tf.sparse.from_dense(x) if is_sparse else tf.constant(x)
-    ratios = []
-    for make in (keras.Model, model_class):
+    ratios: dict[bool, set[float]] = {False: set(), True: set()}
+    for make, is_sparse in (
+        (keras.Model, False),
+        (AnyArguments, False),
+        (WithoutState, False),
+        (keras.Model, True),
+        (OnlyArguments, True),
+    ):
         i = keras.Input((4,), sparse=is_sparse)
         dense = layers.Dense(4, kernel_initializer="ones")
         model = compiled(make(i, dense(i)))
+        inputs = tf.sparse.from_dense(x) if is_sparse else tf.constant(x)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model.train_on_batch(inputs, tf.zeros([8, 4]), tf.range(1.0, 9.0))
-        ratios.append(float(model.optimizer.method.states[0].length.ratio))
-    assert ratios[0] == ratios[1] != 1.0
+        [state] = model.optimizer.method.states
+        ratios[is_sparse].add(float(state.length.ratio))
+    for values in ratios.values():
+        assert len(values) == 1
+        assert 1.0 not in values
 
 
 @pytest.mark.parametrize(
-    ("layer", "size", "rows"),
-    [(Constant, 32, 32), (Even, 30, 30), (Noise, 32, 8), (None, 32, 8)],
+    ("layer", "rows"), [(Constant(), 32), (layers.GaussianNoise(1.0), 8)]
 )
 def test_examples_of_the_form(
-    monkeypatch: pytest.MonkeyPatch, layer: Any, size: int, rows: int
+    monkeypatch: pytest.MonkeyPatch, layer: Any, rows: int
 ) -> None:
     """A quarter of the batch, unless a layer may need the whole batch."""
     taken = []
@@ -280,11 +246,10 @@ def test_examples_of_the_form(
 
     original = length.directional_curvature
     monkeypatch.setattr(length, "directional_curvature", curvature)
-    stack = [keras.Input((4,)), layers.Dense(4)]
-    stack += [layer()] if layer else []
+    stack = [keras.Input((4,)), layers.Dense(4), layer]
     model = compiled(keras.Sequential(stack), eager=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        x = np.random.default_rng(0).normal(size=(2 * size, 4))
-        model.fit(x, x[:, ::-1], batch_size=size, verbose=0)
+        x = np.random.default_rng(0).normal(size=(64, 4))
+        model.fit(x, x[:, ::-1], batch_size=32, verbose=0)
     assert taken == [rows] * 2

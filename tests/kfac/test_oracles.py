@@ -38,45 +38,33 @@ from tests.support.reference import (
 from tests.support.small import gradients_of, loss
 from tests.support.summaries import sequential
 
-DATA = pathlib.Path(__file__).parents[1] / "data"
+DATA = pathlib.Path(__file__).parents[1] / "data" / "kfac_cnn.npz"
+PARTS = "kernel", "bias"
 
 
 @functools.cache
-def load(name: str) -> dict[str, Array]:
+def load() -> dict[str, Array]:
     """x, y, weights0/..., settings, <run>/step<t>/<quantity>/<layer>/..."""
-    with np.load(DATA / f"kfac_{name}.npz") as data:
+    with np.load(DATA) as data:
         return {k: data[k] for k in data.files}
 
 
-def build(name: str) -> keras.Model:
+def build() -> keras.Model:
     """The model of the file, with its initial weights."""
-    layers = keras.layers
-    if name == "mlp":
-        stack = [
-            keras.Input((12,)),
-            layers.Dense(16, activation="tanh", name="dense_1"),
-            layers.Dense(10, activation="tanh", name="dense_2"),
-            layers.Dense(5, name="dense_3"),
-        ]
-    else:
-        stack = [
+    conv = layers.Conv2D(4, 3, padding="same", activation="tanh", name="conv_1")
+    model = keras.Sequential(
+        [
             keras.Input((8, 8, 2)),
-            layers.Conv2D(
-                4, 3, padding="same", activation="tanh", name="conv_1"
-            ),
+            conv,
             layers.Conv2D(6, 3, strides=2, name="conv_2"),
             layers.Activation("tanh"),
             layers.Flatten(),
             layers.Dense(5, name="dense_3"),
         ]
-    model = keras.Sequential(stack)
+    )
     for layer in layers_of(model):
-        layer.set_weights(
-            [
-                load(name)[f"weights0/{layer.name}/{part}"]
-                for part in ("kernel", "bias")
-            ]
-        )
+        names = [f"weights0/{layer.name}/{part}" for part in PARTS]
+        layer.set_weights([load()[name] for name in names])
     return model
 
 
@@ -84,55 +72,38 @@ def layers_of(model: keras.Model) -> list[keras.Layer]:
     return [m for m in model.layers if m.weights]
 
 
-def compile_for(model: keras.Model, name: str, **kwargs: Any) -> Any:
-    data = load(name)
-    return compiled(
+@pytest.mark.parametrize(
+    ("solver", "clip"), [("inverse", "clip"), ("eigen", "noclip")]
+)
+def test_three_steps(solver: str, clip: str) -> None:
+    data, model = load(), build()
+    optimizer = compiled(
         model,
         inner=float(data["learning_rate"]),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        loss=loss(),
+        eager=solver == "eigen",
+        solver=solver,
         damping=float(data["damping"]),
         factor_decay=float(data["factor_decay"]),
-        **kwargs,
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "solver", "clip"),
-    [
-        ("mlp", "inverse", "noclip"),
-        ("mlp", "eigen", "clip"),
-        ("cnn", "inverse", "clip"),
-        ("cnn", "eigen", "noclip"),
-    ],
-)
-def test_three_steps(name: str, solver: str, clip: str) -> None:
-    data, model = load(name), build(name)
-    kl_clip = float(data["kl_clip"]) if clip == "clip" else None
-    optimizer = compile_for(
-        model, name, eager=solver == "eigen", solver=solver, kl_clip=kl_clip
+        kl_clip=float(data["kl_clip"]) if clip == "clip" else None,
     )
     for t in (1, 2, 3):
         step = f"{solver}_{clip}/step{t}"
-        loss = model.train_on_batch(data["x"], data["y"])
+        value = model.train_on_batch(data["x"], data["y"])
         if t == 1:  # later values of Keras are means over the calls
-            assert_close(loss, data[f"{step}/loss"], 1e-5, "loss")
-        factors = optimizer.factors()
-        assert len(factors) == len(layers_of(model))
+            assert_close(value, data[f"{step}/loss"], 1e-5, "loss")
+        blocks = optimizer.factors()
+        assert len(blocks) == len(layers_of(model))
         for layer in layers_of(model):
-            block = find(factors, layer.name)
-            for key in ("A", "G"):
+            for key in "AG":
                 want = data[f"{step}/factor/{layer.name}/{key}"]
-                what = f"step {t}, {key} of {layer.name}"
-                assert_close(block[key], want, 1e-5, what)
-            for part, value in zip(
-                ("kernel", "bias"), layer.get_weights(), strict=True
-            ):
+                got = find(blocks, layer.name)[key]
+                assert_close(got, want, 1e-5, f"step {t}, {key}")
+            for part, got in zip(PARTS, layer.get_weights(), strict=True):
                 start = data[f"weights0/{layer.name}/{part}"]
-                want = data[f"{step}/weights/{layer.name}/{part}"]
+                want = data[f"{step}/weights/{layer.name}/{part}"] - start
                 what = f"step {t}, {part} of {layer.name}"
-                assert_close(
-                    value.astype(np.float64) - start, want - start, 5e-5, what
-                )
+                assert_close(got.astype(np.float64) - start, want, 5e-5, what)
 
 
 # ---------------------------------------------------------- without a solver

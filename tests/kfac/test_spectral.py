@@ -23,10 +23,8 @@ from tests.support.small import (
 from tests.support.training import (
     DEFAULTS,
     FEEDS,
-    INNERS,
     OBJECTS,
     SPECTRAL,
-    Result,
     assert_close,
     cnn,
     exact_polar_factors,
@@ -38,50 +36,20 @@ from tfkfac.kfac import spectral
 STEPS = shares(FEEDS["even"], 1)[:6]
 
 
-def cross_entropy(**options: Any) -> Any:
+def cross_entropy() -> Any:
     return keras.losses.SparseCategoricalCrossentropy(
-        from_logits=True, dtype="float64", **options
+        from_logits=True, dtype="float64"
     )
 
 
-def trained(
-    optimizer: Any, loss: Any = None, scale: float = 1.0, eager: bool = True
-) -> Result:
-    """Some steps of the reference's network, in float64."""
-    with floats("float64"), exact_polar_factors():
-        keras.utils.set_random_seed(0)
-        model = cnn()
-        start = [scale * w for w in model.get_weights()]
-        model.set_weights(start)
-        model.compile(optimizer, loss or cross_entropy(), run_eagerly=eager)
-        x, y = images()
-        for (rows,) in STEPS:
-            model.train_on_batch(x[rows], y[rows])
-    return {"start": start, "weights": model.get_weights(), "model": model}
-
-
-def kfac(inner: Any = "default", **options: Any) -> Any:
-    """By names, as in the cases of the modes."""
-    options = DEFAULTS | SPECTRAL | options
-    options = {
-        name: OBJECTS[value]() if value in OBJECTS else value
-        for name, value in options.items()
-    }
-    if inner in INNERS:
-        inner = INNERS[inner]()
-    return tfkfac.KFAC(inner, **options)
-
-
-LEFT: dict[str, Any] = {"skip_layers": ("hidden",)}
+LEFT = {"rest_optimizer": "warm-up", "skip_layers": ("hidden",)}
 
 
 @pytest.mark.parametrize(
     ("options", "scale"),
     [
-        ({}, 1),
         ({"solver": "eigen"}, 8),  # a loss of several nats
-        ({"inner": "warm-up", "weight_decay": 0.5, **LEFT}, 1),
-        ({"rest_optimizer": "warm-up", "weight_decay": 0.5, **LEFT}, 1),
+        ({"weight_decay": 0.5, **LEFT}, 1),
     ],
 )
 def test_steps_are_the_definition(
@@ -90,28 +58,37 @@ def test_steps_are_the_definition(
     """In a graph, one block after the other, as in large models."""
     if scale == 1:
         monkeypatch.setattr(spectral, "MAX_ELEMENTS", 1)
-    result = trained(kfac(**options), scale=scale, eager=scale > 1)
-    options = {"inner": "default", **SPECTRAL} | options
-    want = by_definition(result["start"], STEPS, None, **options)
-    assert_close(result, want)
+    rest = OBJECTS["warm-up"]() if "rest_optimizer" in options else None
+    arguments = DEFAULTS | SPECTRAL | options | {"rest_optimizer": rest}
+    with floats("float64"), exact_polar_factors():
+        keras.utils.set_random_seed(0)
+        model = cnn()
+        start = [scale * w for w in model.get_weights()]
+        model.set_weights(start)
+        optimizer = tfkfac.KFAC(**arguments)
+        model.compile(optimizer, cross_entropy(), run_eagerly=scale > 1)
+        x, y = images()
+        for (rows,) in STEPS:
+            model.train_on_batch(x[rows], y[rows])
+    want = by_definition(start, STEPS, inner="default", **SPECTRAL, **options)
+    assert_close({"start": start, "weights": model.get_weights()}, want)
 
 
-@pytest.mark.parametrize(
-    ("first", "rate"), [(0.25, 0.0), (None, 4.0), (0.0, 0.1)]
-)
-def test_learning_rate_is_a_factor(first: float | None, rate: float) -> None:
+def test_learning_rate_is_a_factor() -> None:
     """Steps of both optimizers are proportional to the learning rate."""
     moves = []
-    for start, then in ((first, rate), (1.0, 1.0)):
+    for start, rate in ((1.0, 1.0), (0.25, 0.0), (None, 4.0), (0.0, 0.1)):
         model = mlp()
         optimizer = tfkfac.KFAC(start, step="spectral", skip_layers=["hidden"])
         model.compile(optimizer, cross_entropy(), run_eagerly=True)
         model.train_on_batch(0 * X, Y, np.zeros(len(X)))
-        optimizer.learning_rate = then
-        moves.append(moved(model))
-    for move, whole in zip(*moves, strict=True):
-        assert np.abs(whole).max() > 5e-4
-        np.testing.assert_allclose(move, rate * whole, rtol=1e-4, atol=1e-6)
+        optimizer.learning_rate = rate
+        moves.append((rate, moved(model)))
+    (_, wholes), *others = moves
+    assert min(np.abs(whole).max() for whole in wholes) > 5e-4
+    for rate, changes in others:
+        for move, whole in zip(changes, wholes, strict=True):
+            np.testing.assert_allclose(move, rate * whole, 1e-4, 1e-6)
 
 
 # ------------------------------------------------------ gradients of nothing
@@ -247,15 +224,15 @@ def test_a_batch_that_weighs_nothing() -> None:
     assert np.abs(moved(model)[0]).max() > 1e-4
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
+@pytest.mark.parametrize("scale", [1e-30, 1e10, 1e30])
 def test_gradients_whose_squares_underflow(scale: float) -> None:
     model = mlp()
     optimizer = tfkfac.KFAC(step="spectral").attach(model)
     before, weights = model.get_weights(), model.trainable_variables
     optimizer.apply([scale * g for g in gradients_of(model, X, Y)], weights)
-    goes = [a - b for a, b in zip(model.get_weights(), before, strict=True)]
-    assert np.isfinite(np.concatenate(list(map(np.ravel, goes)))).all()
-    assert np.any(goes[0]) == (1e-20 < scale < 1e20)
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+    is_moved = np.any(model.get_weights()[0] != before[0])
+    assert is_moved == (1e-20 < scale < 1e20)
 
 
 def test_a_gradient_that_overflows_is_forgotten() -> None:
@@ -263,7 +240,7 @@ def test_a_gradient_that_overflows_is_forgotten() -> None:
     keras.utils.set_random_seed(0)
     hidden = [keras.layers.Dense(size) for size in (6, 2)]
     model = keras.Sequential([keras.Input((FEATURES,)), *hidden])
-    model.compile(tfkfac.KFAC(), "mse", run_eagerly=True)
+    model.compile(tfkfac.KFAC(), "mse")
     y = 1e-3 * X[:, :2]
     model.fit(X, y, batch_size=len(X), epochs=12, verbose=0)
     model.train_on_batch(np.where(np.arange(len(X)) == 3, 5e18, X.T).T, y)
@@ -288,16 +265,15 @@ def own_steps(optimizer: Any, scale: Any = None, steps: int = 3) -> Any:
     return model
 
 
-@pytest.mark.parametrize("rate", [1.0, 0.5])
-def test_unknown_loss(rate: float) -> None:
+def test_unknown_loss() -> None:
     """All weights of a block move by an RMS of 0.01 times the rate."""
-    optimizer = tfkfac.KFAC(step="spectral", learning_rate=rate)
+    optimizer = tfkfac.KFAC(step="spectral", learning_rate=0.5)
     with pytest.warns(UserWarning, match="root mean square 0.01"):
         model = own_steps(optimizer, steps=1)
     pairs = zip(model.get_weights(), mlp().get_weights(), strict=True)
     kernel, bias, *others = (a - b for a, b in pairs)
     for block in ([kernel, bias], others):
-        assert rms(np.vstack(block)) == pytest.approx(0.01 * rate, rel=1e-4)
+        assert rms(np.vstack(block)) == pytest.approx(0.005, rel=1e-4)
 
 
 def test_scale_loss_passes_the_loss() -> None:

@@ -1,6 +1,5 @@
 """Layers with large factors."""
 
-import functools
 from typing import Any
 
 import keras
@@ -55,31 +54,39 @@ def test_wide_factors_are_sketches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row[1:3] == ["diagonal 50", "7 x 7, rank 3"]
 
 
+def einsum(units: int) -> Any:
+    return layers.EinsumDense("nsi,io->nso", (None, units), bias_axes="o")
+
+
+def at_each_position(units: int) -> Any:
+    return layers.TimeDistributed(layers.Dense(units))
+
+
+def conv(units: int) -> Any:
+    return layers.Conv1D(units, 1)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "dense", "conv"),
+    ("arguments", "make", "rows", "rank"),
     [
-        ({"step": "natural"}, (640, 64), (640, 64)),
-        ({"step": "spectral"}, (127, 32), (640, 64)),
-        ({"step": "spectral", "max_factor_dim": 640}, (640, 64), (640, 64)),
-        ({"step": "natural", "max_factor_dim": 127}, (127, 64), (127, 64)),
+        ({"step": "natural"}, layers.Dense, 640, 64),
+        ({"step": "natural"}, conv, 640, 64),
+        ({"step": "spectral"}, layers.Dense, 127, 32),
+        ({"step": "spectral"}, einsum, 127, 32),
+        ({"step": "spectral"}, at_each_position, 127, 32),
+        ({"step": "spectral"}, conv, 640, 64),
+        ({"step": "spectral", "max_factor_dim": 640}, einsum, 640, 64),
+        ({"step": "natural", "max_factor_dim": 127}, conv, 127, 64),
     ],
 )
 def test_limits(
-    arguments: dict[str, Any], dense: tuple[int, int], conv: tuple[int, int]
+    arguments: dict[str, Any], make: Any, rows: int, rank: int
 ) -> None:
     """Number of rows, including the bias row, and rank beyond it."""
-    einsum = functools.partial(layers.EinsumDense, "nsi,io->nso", (None, 1))
-    cases = [
-        (dense, layers.Dense),
-        (dense, lambda units: einsum(bias_axes="o")),
-        (dense, lambda units: layers.TimeDistributed(layers.Dense(units))),
-        (conv, lambda units: layers.Conv1D(units, 1)),
-    ]
-    for (rows, rank), make in cases:
-        for size, suffix in ((rows, ""), (rows + 1, f", rank {rank}")):
-            model = sequential(make(1), shape=(2, size - 1))
-            (row,) = blocks_of(bind(model, **arguments)).values()
-            assert row[1] == f"{size} x {size}{suffix}"
+    for size, suffix in ((rows, ""), (rows + 1, f", rank {rank}")):
+        model = sequential(make(1), shape=(2, size - 1))
+        (row,) = blocks_of(bind(model, **arguments)).values()
+        assert row[1] == f"{size} x {size}{suffix}"
 
 
 def test_bytes_of_a_sketch() -> None:

@@ -246,14 +246,6 @@ INNERS: dict[str, Callable[[], keras.optimizers.Optimizer | None]] = {
     "warm-up": lambda: SGD(WarmUp(0.25)),
     "multiplier, accumulation": lambda: SGD(1.0, gradient_accumulation_steps=2),
     "adam": lambda: Adam(ADAM_RATE, *BETAS),
-    "global clipnorm, average": lambda: SGD(
-        RATE,
-        momentum=MOMENTUM,
-        global_clipnorm=0.5,
-        use_ema=True,
-        ema_momentum=0.5,
-        ema_overwrite_frequency=3,
-    ),
     "accumulation, average, decay": lambda: SGD(
         RATE,
         momentum=MOMENTUM,
