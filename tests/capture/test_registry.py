@@ -222,16 +222,13 @@ def nested() -> Any:
 @pytest.mark.parametrize(
     ("rules", "matched"),
     [
-        (["first"], ["encoder/first"]),
-        (["encoder/.*"], ["encoder/first", "encoder/second"]),
         ("encoder", ["encoder/first", "encoder/second"]),
         ([".*d"], ["encoder/second", "head"]),
         (re.compile("SECOND", re.I), ["encoder/second"]),
         ([re.compile("enc.*/.*t")], ["encoder/first"]),
-        (layers.Dense, ["encoder/first", "head"]),
         ([layers.BatchNormalization, "head"], ["encoder/second", "head"]),
         ([keras.Sequential], ["encoder/first", "encoder/second"]),
-        (("head", "encoder/first"), ["encoder/first", "head"]),
+        ((layers.Dense, "first"), ["encoder/first", "head"]),
         ((), []),
     ],
 )
@@ -305,22 +302,23 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_layers_in_other_graphs(way: str, tmp_path: Any) -> None:
+def test_layers_in_other_graphs(tmp_path: Any) -> None:
     """The rest optimizer trains them, as it alone does in Keras."""
     weights = []
     for optimizer in (SGD(0.1), tfkfac.KFAC(SGD(0.0), rest_optimizer=SGD(0.1))):
-        keras.utils.set_random_seed(0)
-        model = sequential(Indirect(way, name="outer"), layers.Dense(CLASSES))
+        outer = [Indirect(way, name=way[:4]) for way in WAYS]
+        model = sequential(*outer, layers.Dense(CLASSES))
         model.compile(optimizer, loss())
         model.train_on_batch(X, Y)
-        weights.append(model.layers[0].get_weights())
+        weights.append(model.get_weights()[:-2])
     for got, want in zip(*weights, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
-    reasons = {f"outer/inner:{x}": NESTED for x in ("kernel", "bias")}
+    reasons = {
+        f"{layer.name}/inner:{x}": NESTED
+        for layer in outer
+        for x in ("kernel", "bias")
+    }
     assert leftovers_of(optimizer) == reasons
-    if way != "function":
-        return
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(
         tmp_path / "model.keras", {"Indirect": Indirect}

@@ -186,7 +186,7 @@ def test_never_attached() -> None:
 def test_attached_too_late(eager: bool) -> None:
     """Attaching after the forward pass raises an error."""
     model = mlp()
-    optimizer = tfkfac.KFAC(step="natural")
+    optimizer = tfkfac.KFAC(step="natural", only_layers="hidden")
 
     def step() -> None:
         gradients = gradients_of(model, X, Y)
