@@ -89,26 +89,23 @@ OPTIMIZERS: dict[str, Case] = {
     "eigen": Case(
         lambda: KFAC(Adam(0.01), solver="eigen", **CLOCKS), "functional"
     ),
-    "float64": Case(lambda: KFAC(0.1, **CLOCKS), "nested", "float64"),
-    "half": Case(lambda: KFAC(0.1, **CLOCKS), policy="mixed_float16"),
+    "half": Case(lambda: KFAC(0.1, **CLOCKS), "nested", "mixed_float16"),
     "subclassed": Case(
         lambda: KFAC(Adam(0.01, weight_decay=1e-3), **CLOCKS), "subclassed"
     ),
-    "wire": Case(
+    "narrow": Case(
         lambda: kfac(
             0.1,
             distribution="mem_opt",
             factor_dtype="bfloat16",
             inverse_dtype="bfloat16",
+            max_factor_dim=4,
+            gradient_accumulation_steps=2,
             **CLOCKS,
         ),
         "functional",
     ),
-    "narrow": Case(lambda: KFAC(0.1, max_factor_dim=4, **CLOCKS)),
     "drawn": Case(lambda: KFAC(0.1, fisher="monte_carlo", **CLOCKS)),
-    "accumulated": Case(
-        lambda: KFAC(0.1, gradient_accumulation_steps=2, **CLOCKS), "functional"
-    ),
     "rest": Case(
         lambda: KFAC(
             PolynomialDecay(0.1, 12, 0.01), skip_layers=["logits"], **CLOCKS
@@ -341,7 +338,7 @@ WAYS: dict[str, tuple[Callable[[Case, pathlib.Path], Any], float]] = {
 PAIRS = {
     ".keras": "our scale; spectral, rest",
     ".weights.h5": "eigen, FOSI in columns; GaussNewton, subclassed, narrow, "
-    "half, float64, wire, accumulated",
+    "half",
     "checkpoint": "drawn; spectral sums, FOSI accumulated",
     "train step": "inverse",
     "batch": "inverse",

@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.support.saved_models import Subclassed, compiled, train
+from tests.support.saved_models import Subclassed, train
 from tests.support.small import (
     CLASSES,
     FEATURES,
@@ -209,7 +209,7 @@ def test_copies_of_a_new_optimizer(way: Callable[[Any], Any]) -> None:
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
 def test_saved_before_training(tmp_path: Path) -> None:
     """The copy trains as the original, whether it is built or not."""
-    model = compiled("sequential")
+    model = compiled_mlp(eager=True, factor_update_interval=2)
     model.save(tmp_path / "built.keras")
     copy = keras.models.load_model(tmp_path / "built.keras")
     copy.run_eagerly = True

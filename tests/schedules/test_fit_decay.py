@@ -167,18 +167,6 @@ def test_length_counts_updates_of_accumulated_gradients() -> None:
     assert rates == pytest.approx([1] * 6 + [2 / 3] * 3 + [1 / 3] * 3)
 
 
-@pytest.mark.slow
-def test_several_steps_in_one_execution() -> None:
-    ends = []
-    for count in (1, 2):
-        model, optimizer = mlp(), tfkfac.KFAC(step="spectral", **LEFT)
-        model.compile(optimizer, loss(), steps_per_execution=count)
-        fit(model)
-        ends.append(model.get_weights())
-    for a, b in zip(*ends, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
 def test_rest_optimizer_of_the_user() -> None:
     """It may use the schedule; others keep their rates."""
     rest = Adam(tfkfac.schedules.FitDecay(0.003))

@@ -20,19 +20,14 @@ X, Y = data(64)
 BATCH = 16
 
 
-def noisy() -> Any:
+def compiled(optimizer: Any) -> Any:
     """A model with moving statistics, seeds, and metrics that can be NaN."""
-    keras.utils.set_random_seed(0)
-    return sequential(
+    model = sequential(
         layers.Dense(5),
         layers.BatchNormalization(),
         layers.Dropout(0.3),
         layers.Dense(CLASSES),
     )
-
-
-def compiled(optimizer: Any) -> Any:
-    model = noisy()
     entropy = keras.metrics.SparseCategoricalCrossentropy(
         from_logits=True, name="entropy"
     )
@@ -114,12 +109,12 @@ def test_fit_ends_with_a_report_of_events(capfd: Any) -> None:
 
 
 def test_one_gradient_of_many() -> None:
-    model = noisy()
+    model = sequential(layers.Dense(5), layers.Dense(CLASSES))
     optimizer = tfkfac.KFAC(step="natural", max_skipped_steps=1).attach(model)
     gradients = gradients_of(model, X, Y)
     gradients[3] *= np.inf
     path = model.trainable_variables[3].path
-    with pytest.raises(FloatingPointError, match=f"1 of 6 .* that of '{path}'"):
+    with pytest.raises(FloatingPointError, match=f"1 of 4 .* that of '{path}'"):
         optimizer.apply(gradients, model.trainable_variables)
 
 

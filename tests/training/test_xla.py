@@ -40,11 +40,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_gpu(monkeypatch)
-
-
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use XLA on the CPU in place of XLA on a GPU."""
     devices = tf.config.list_physical_devices
@@ -53,6 +48,9 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return ["a GPU"] if device == "GPU" else devices(device)
 
     monkeypatch.setattr(tf.config, "list_physical_devices", pretend)
+
+
+pretended_gpu = pytest.fixture(pretend_gpu)
 
 
 def defer_inverses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,12 +211,12 @@ class Halves(keras.Model):
 @pytest.mark.usefixtures("pretended_gpu")
 @pytest.mark.parametrize("is_used", [True, False])
 def test_steps_without_a_gradient_of_a_block(is_used: bool) -> None:
-    own = None if is_used else keras.optimizers.SGD(0.1)
-    model = Halves(own)
+    model = Halves(None if is_used else keras.optimizers.SGD(0.1))
     x = np.ones((8, 2), "float32")
     if is_used:
         model(x)
-    model.compile(tfkfac.KFAC(skip_layers="last"), "mse", jit_compile=True)
+    optimizer = tfkfac.KFAC(0.1, skip_layers="last")
+    model.compile(optimizer, "mse", jit_compile=True)
     history = model.fit(x, 3 * x, epochs=3, verbose=0).history["error"]
     assert history[-1] < history[0]
 
