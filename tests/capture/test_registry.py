@@ -274,6 +274,7 @@ def test_layers_in_other_graphs(tmp_path: Any) -> None:
     """The rest optimizer trains them, as it alone does in Keras."""
     weights = []
     for optimizer in (SGD(0.1), tfkfac.KFAC(SGD(0.0), rest_optimizer=SGD(0.1))):
+        keras.utils.set_random_seed(0)
         outer = [Indirect(way, name=way[:4]) for way in WAYS]
         model = sequential(*outer, layers.Dense(CLASSES))
         model.compile(optimizer, loss())
