@@ -64,35 +64,29 @@ def test_files_of_other_optimizers(tmp_path: Path) -> None:
 
 
 # ----------------------------------------------------------------- file types
-Fresh = Callable[[], Any]
+FILES = ".keras", ".weights.h5", "checkpoint"
 
 
-def save_checkpoint(model: Any, path: Path) -> str:
-    return str(tf.train.Checkpoint(model=model).save(str(path)))
+def save(file: str, model: Any, folder: Path) -> str:
+    """Return the path of the saved file."""
+    path = str(folder / f"model{file}")
+    if file == "checkpoint":
+        return str(tf.train.Checkpoint(model=model).save(path))
+    (model.save if file == ".keras" else model.save_weights)(path)
+    return path
 
 
-def load_checkpoint(fresh: Fresh, path: Path, saved: str) -> Any:
-    model = fresh()
-    tf.train.Checkpoint(model=model).restore(saved)
+def load(file: str, model: Any, path: str) -> Any:
+    """Return the model with the saved weights; of `.keras`, a new model."""
+    if file == ".keras":
+        return keras.models.load_model(path)
+    if file == "checkpoint":
+        tf.train.Checkpoint(model=model).restore(path)
+    else:
+        model.load_weights(path)
     return model
 
 
-def load_weights(fresh: Fresh, path: Path, saved: None) -> Any:
-    model = fresh()
-    model.load_weights(path)
-    return model
-
-
-def load_model(fresh: Fresh, path: Path, saved: None) -> Any:
-    return keras.models.load_model(path)
-
-
-# How to save a model, and to load it into the model of a function.
-FILES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    ".keras": (lambda model, path: model.save(path), load_model),
-    ".weights.h5": (lambda model, path: model.save_weights(path), load_weights),
-    "checkpoint": (save_checkpoint, load_checkpoint),
-}
 LATER = "'kfac' was written by format 3, this version of tfkfac reads format 2"
 
 
@@ -102,13 +96,12 @@ def test_a_later_format_is_refused(
     model = compiled_mlp(eager=True)
     train(model, 0, 1)
     before = curvature(kfac_of(model))
-    for file, (save, load) in FILES.items():
-        path = tmp_path / f"model{file}"
+    for file in FILES:
         with monkeypatch.context() as patch:
             patch.setattr(store, "FORMAT", 3)
-            saved = save(model, path)
+            path = save(file, model, tmp_path)
         with pytest.raises(ValueError, match=LATER):
-            load(lambda: model, path, saved)
+            load(file, model, path)
         assert_same(curvature(kfac_of(model)), before)
 
 
@@ -147,10 +140,9 @@ def test_random_layers_resume(file: str, make: Any, tmp_path: Path) -> None:
     keras.utils.set_random_seed(0)
     model = random_layers(make=make)
     train(model, 0, 2)
-    save, load = FILES[file]
-    path = tmp_path / f"model{file}"
+    path = save(file, model, tmp_path)
     keras.utils.set_random_seed(1)  # other seeds in a new model
-    copy = load(lambda: random_layers(make=make), path, save(model, path))
+    copy = load(file, random_layers(make=make), path)
     seeds = [
         [np.array(v) for v in each.variables if "seed_generator" in v.path]
         for each in (model, copy)

@@ -324,19 +324,15 @@ def test_chief_backup_in_an_epoch_goes_on(tmp_path: Any) -> None:
     assert got[-1:] == pytest.approx(linear(8)[-1:])
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
 def test_a_backup_of_fewer_epochs_begins_again(
-    interrupted: bool, tmp_path: Any, capsys: Any
+    tmp_path: Any, capsys: Any
 ) -> None:
     """At the peak, with a line that says so."""
-    crash = Rates(fail_after=STEPS) if interrupted else Rates()
     backup = tfkfac.callbacks.ChiefBackup(tmp_path, delete_checkpoint=False)
-    with contextlib.suppress(RuntimeError):
-        fit(compiled(), backup, crash)
+    fit(compiled(), backup)
     assert "begins again" not in capsys.readouterr().err
-    rates = fit(compiled(), backup, epochs=4)
-    assert rates == pytest.approx(linear(STEPS * (3 if interrupted else 2)))
-    line = "begins again at its peak: .* of a `fit` of 2 epochs, not 4."
+    assert fit(compiled(), backup, epochs=3) == pytest.approx(linear(STEPS))
+    line = "begins again at its peak: .* of a `fit` of 2 epochs, not 3."
     assert re.search(line, capsys.readouterr().err)
 
 

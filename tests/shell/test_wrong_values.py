@@ -6,12 +6,10 @@ An argument without a row fails.
 
 import dataclasses
 import decimal
-import fractions
-import functools
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -33,10 +31,9 @@ PART: Any = tfkfac.Distribution
 SCALER: Any = tfkfac.LossScaleOptimizer
 DENSE = keras.layers.Dense
 VALUES: list[Any] = [None, True, -1, 0, 1, 2, 0.5, 1.5, NAN, INF, 10**400]
-VALUES += ["x", b"x", [1], {}, {"class_name": "x"}, 1j, object]
-VALUES += [np.array([0.1]), np.float32(INF), np.int8(-3), -(2**63)]
-VALUES += [decimal.Decimal("NaN"), fractions.Fraction(10**400)]
-VALUES += [lambda i: 0.1, functools.partial(round, 0.1)]
+VALUES += ["x", b"x", [1], {"class_name": "x"}, 1j, object]
+VALUES += [np.array([0.1]), np.float32(INF), np.int8(-3)]
+VALUES += [decimal.Decimal("NaN"), lambda i: 0.1]
 
 # Words of the message, and the accepted values.
 NUMBER = "a number of at least 0", (0, 1, 2, 0.5, 1.5, np.float32(0.25))
@@ -125,7 +122,7 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
 }
 
 
-def takes(accepted: tuple[Any, ...], value: Any) -> bool:
+def takes(accepted: Iterable[Any], value: Any) -> bool:
     """True if an accepted value has the same type and value."""
     return any(type(a) is type(value) and a == value for a in accepted)
 
@@ -174,7 +171,8 @@ def test_values(owner: Any) -> None:
     # No argument is hidden in `**kwargs`.
     assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
     for name, (words, accepted) in TAKES[owner].items():
-        for value in [*VALUES, *accepted]:
+        others = [value for value in accepted if not takes(VALUES, value)]
+        for value in [*VALUES, *others]:
             arguments = {name: value, **REQUIRED.get((owner, name), {})}
             if takes(accepted, value):
                 item = owner(**arguments)
