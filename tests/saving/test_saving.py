@@ -48,7 +48,7 @@ def not_built() -> Any:
 
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
 def test_files_of_other_optimizers(tmp_path: Path) -> None:
-    """The weights are loaded; the curvature stays."""
+    """The weights are loaded; the curvature of others stays."""
     model, adam = compiled_mlp(eager=True), with_optimizer("adam")
     files = tmp_path / "kfac.weights.h5", tmp_path / "adam.weights.h5"
     for number, each in enumerate((model, adam)):
@@ -61,6 +61,7 @@ def test_files_of_other_optimizers(tmp_path: Path) -> None:
     for other in (adam, mlp(1), not_built()):
         other.load_weights(files[0])
         np.testing.assert_equal(other.get_weights(), saved)
+    assert_same(curvature(kfac_of(other)), before)
 
 
 # ----------------------------------------------------------------- file types
