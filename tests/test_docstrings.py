@@ -149,9 +149,12 @@ def test_example_runs(
         "optimizer": tfkfac.GaussNewton(),
     }
     floatx = keras.config.floatx()
+    # A trace takes more time than the steps.
+    tf.config.run_functions_eagerly(True)
     try:
         exec(EXAMPLES[name], given)
     finally:
+        tf.config.run_functions_eagerly(False)
         keras.config.set_floatx(floatx)
         SOLVERS.pop("undamped", None)
 

@@ -57,32 +57,24 @@ class Fault:
     workers: int = 2
 
 
-slow = pytest.mark.slow
 FAULTS = [
     Fault("raise", "fit", 1, FAILED.format(1) + DISK),
     Fault("kill", "fit", 1, KILLED.format(1), (-9, 1)),
     Fault("stop", "fit", 1, SUSPENDED.format(1), (-9, 1)),
     Fault("term", "fit", 1, SIGTERM, (143, 143)),
     *(
-        pytest.param(fault, marks=slow)
+        pytest.param(fault, marks=pytest.mark.slow)
         for fault in [
-            Fault("raise", "fit", 1, FAILED.format(1) + DISK, workers=3),
             Fault("raise", "start", 0, FAILED.format(0) + DISK),
             Fault("raise", "data", 0, FAILED.format(0) + ".*" + DISK),
-            Fault("raise", "evaluate", 1, FAILED.format(1) + DISK),
-            Fault("exit", "fit", 1, "worker 1 at \\S+ has ended", (3, 1)),
+            Fault("raise", "evaluate", 1, FAILED.format(1) + DISK, workers=3),
             Fault("exit", "fit", 0, "worker 0 at \\S+ has ended", (3, 1)),
             Fault("kill", "start", 0, KILLED.format(0), (-9, 1)),
-            Fault("kill", "start", 1, KILLED.format(1), (-9, 1)),
             Fault("kill", "fit", 0, KILLED.format(0), (-9, 1), workers=3),
-            Fault("kill", "data", 1, KILLED.format(1), (-9, 1)),
             Fault("kill", "backup", 0, KILLED.format(0), (-9, 1)),
-            Fault("stop", "fit", 0, SUSPENDED.format(0), (-9, 1), workers=3),
-            Fault("stop", "data", 0, SUSPENDED.format(0), (-9, 1)),
+            Fault("stop", "data", 0, SUSPENDED.format(0), (-9, 1), workers=3),
             Fault("freeze", "fit", 1, SUSPENDED.format(1), (1, 1)),
             Fault("pause", "fit", 0, "", (0, 0)),
-            Fault("pause", "fit", 1, "", (0, 0)),
-            Fault("term", "fit", 0, SIGTERM, (143, 143), workers=3),
         ]
     ),
 ]
@@ -132,7 +124,9 @@ def work(fault: Fault, index: int, directory: str) -> None:
     act("start")
     with strategy.scope():
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-        model.compile(tfkfac.KFAC(keras.optimizers.SGD(0.01)), "mse")
+        inner = keras.optimizers.SGD(0.01)
+        # Without a block, whose trace takes seconds.
+        model.compile(tfkfac.KFAC(inner, skip_layers=keras.layers.Dense), "mse")
     callbacks: list[Any] = [Act()]
     if fault.action == "term" or fault.place == "backup":
         callbacks.insert(0, tfkfac.callbacks.ChiefBackup(directory))
@@ -158,9 +152,7 @@ def test_fault(fault: Fault, tmp_path: pathlib.Path) -> None:
         addresses = [address(stack.enter_context(port)) for port in ports]
         workers = [
             stack.enter_context(
-                Program(
-                    [*command, index, tmp_path], addresses, index, fork=False
-                )
+                Program([*command, index, tmp_path], addresses, index)
             )
             for index in range(fault.workers)
         ]

@@ -41,6 +41,7 @@ FOSI_OPTIONS: dict[str, Any] = {
     "update_interval": 4,
     "num_largest": 2,
     "num_smallest": 1,
+    "lanczos_steps": 4,
 }
 KFAC: Any = tfkfac.KFAC
 FOSI: Any = tfkfac.FOSI
@@ -79,32 +80,32 @@ class Case:
         model.compile(self.optimizer(), loss(), **options)
         return model
 
+    def eager(self, seed: int = 0) -> Any:
+        return self.compiled(seed, run_eagerly=True)
+
 
 OPTIMIZERS: dict[str, Case] = {
     "inverse": Case(lambda: KFAC(SGD(0.05, 0.5), **CLOCKS)),
     "eigen": Case(
         lambda: KFAC(Adam(0.01), solver="eigen", **CLOCKS), "functional"
     ),
-    "float64": Case(lambda: KFAC(0.1, **CLOCKS), "nested", "float64"),
-    "half": Case(lambda: KFAC(0.1, **CLOCKS), policy="mixed_float16"),
+    "half": Case(lambda: KFAC(0.1, **CLOCKS), "nested", "mixed_float16"),
     "subclassed": Case(
         lambda: KFAC(Adam(0.01, weight_decay=1e-3), **CLOCKS), "subclassed"
     ),
-    "wire": Case(
+    "narrow": Case(
         lambda: kfac(
             0.1,
             distribution="mem_opt",
             factor_dtype="bfloat16",
             inverse_dtype="bfloat16",
+            max_factor_dim=4,
+            gradient_accumulation_steps=2,
             **CLOCKS,
         ),
         "functional",
     ),
-    "narrow": Case(lambda: KFAC(0.1, max_factor_dim=4, **CLOCKS)),
     "drawn": Case(lambda: KFAC(0.1, fisher="monte_carlo", **CLOCKS)),
-    "accumulated": Case(
-        lambda: KFAC(0.1, gradient_accumulation_steps=2, **CLOCKS), "functional"
-    ),
     "rest": Case(
         lambda: KFAC(
             PolynomialDecay(0.1, 12, 0.01), skip_layers=["logits"], **CLOCKS
@@ -112,11 +113,6 @@ OPTIMIZERS: dict[str, Case] = {
     ),
     "our scale": Case(
         lambda: tfkfac.LossScaleOptimizer(KFAC(0.1, **CLOCKS), 8.0, 3)
-    ),
-    "Keras' scale": Case(
-        lambda: keras.optimizers.LossScaleOptimizer(
-            KFAC(0.1, **CLOCKS), initial_scale=8.0, dynamic_growth_steps=3
-        )
     ),
     "FOSI": Case(lambda: FOSI(Adam(0.01), **FOSI_OPTIONS)),
     "FOSI in columns": Case(
@@ -182,25 +178,27 @@ def everything(model: Any) -> dict[str, Array]:
 
 # --------------------------------------------------------- ways of saving
 def by_keras_file(case: Case, folder: pathlib.Path) -> Any:
-    model = fit(case.compiled(), 0, STOP)
+    model = fit(case.eager(), 0, STOP)
     model.save(folder / "model.keras")
     copy = keras.models.load_model(folder / "model.keras")
     assert type(copy.optimizer) is type(model.optimizer)
     assert copy.optimizer.get_config() == model.optimizer.get_config()
+    copy.run_eagerly = True
     return fit(copy, STOP)
 
 
 def by_weights_file(case: Case, folder: pathlib.Path) -> Any:
     """Load into a model that was trained from other weights."""
-    fit(case.compiled(), 0, STOP).save_weights(folder / "model.weights.h5")
-    model = fit(case.compiled(seed=1), 0, 1)
+    fit(case.eager(), 0, STOP).save_weights(folder / "model.weights.h5")
+    model = fit(case.eager(seed=1), 0, 1)
     model.load_weights(folder / "model.weights.h5")
     return fit(model, STOP)
 
 
 def by_checkpoint(case: Case, folder: pathlib.Path) -> Any:
-    model = fit(case.compiled(), 0, STOP)
-    copy = fit(case.compiled(seed=1), 0, 1)
+    """Restore into a model that was trained from other weights."""
+    model = fit(case.eager(), 0, STOP)
+    copy = fit(case.eager(seed=1), 0, 1)
     saved, fresh = (
         tf.train.Checkpoint(model=m, optimizer=m.optimizer)
         for m in (model, copy)
@@ -234,9 +232,13 @@ def by_custom_step(case: Case, folder: pathlib.Path) -> Any:
     return fit(model)
 
 
-def by_loop(case: Case, folder: pathlib.Path) -> Any:
-    """Train in a custom loop, in a `tf.function`."""
-    model = case.compiled()
+def by_scaled_loop(case: Case, folder: pathlib.Path) -> Any:
+    """Train in a `tf.function`; the loss scale grows every third step."""
+    model = case.network()
+    scaled = keras.optimizers.LossScaleOptimizer(
+        case.optimizer(), initial_scale=8.0, dynamic_growth_steps=3
+    )
+    model.compile(scaled, loss())
     step = tf.function(functools.partial(custom_step, model))
     for x, y in batches():
         step(x, y)
@@ -268,16 +270,6 @@ def by_attached_loop(case: Case, folder: pathlib.Path) -> Any:
         optimizer.apply(gradients, model.trainable_variables)
     model.optimizer = optimizer
     return model
-
-
-def by_scaled_loss(case: Case, folder: pathlib.Path) -> Any:
-    """Train with a loss scale that grows every third step."""
-    model = case.network()
-    scaled = keras.optimizers.LossScaleOptimizer(
-        case.optimizer(), initial_scale=8.0, dynamic_growth_steps=3
-    )
-    model.compile(scaled, loss())
-    return fit(model)
 
 
 def by_bad_batches(case: Case, folder: pathlib.Path) -> Any:
@@ -333,9 +325,8 @@ WAYS: dict[str, tuple[Callable[[Case, pathlib.Path], Any], float]] = {
     "batch": (by_batch, 0),
     "steps": (by_options(steps_per_execution=3), 1e-4),
     "eager": (by_options(run_eagerly=True), 1e-4),
-    "loop": (by_loop, 1e-4),
+    "scaled loop": (by_scaled_loop, 1e-4),
     "attach": (by_attached_loop, 1e-4),
-    "loss scale": (by_scaled_loss, 1e-4),
     "bad batches": (by_bad_batches, 0),
     "one worker": (by_strategy(tfkfac.MultiWorkerMirroredStrategy), 0),
     "one replica": (
@@ -347,17 +338,16 @@ WAYS: dict[str, tuple[Callable[[Case, pathlib.Path], Any], float]] = {
 PAIRS = {
     ".keras": "our scale; spectral, rest",
     ".weights.h5": "eigen, FOSI in columns; GaussNewton, subclassed, narrow, "
-    "half, float64, wire, accumulated",
+    "half",
     "checkpoint": "drawn; spectral sums, FOSI accumulated",
     "train step": "inverse",
-    "batch": "drawn",
+    "batch": "inverse",
     "steps": "FOSI",
     "eager": "; GaussNewton",
-    "loop": "Keras' scale",
+    "scaled loop": "inverse; FOSI",
     "attach": "inverse",
-    "loss scale": "inverse; FOSI",
     "bad batches": (
-        "inverse, spectral sums, our scale, FOSI in columns, GaussNewton; "
+        "inverse, spectral sums, our scale, FOSI, GaussNewton; "
         "eigen, spectral, rest"
     ),
     "one worker": "inverse",
@@ -375,11 +365,11 @@ def pairs() -> Iterator[Any]:
 
 
 @functools.cache
-def plain(name: str) -> tuple[Mapping[str, Array], Array]:
+def plain(name: str, eager: bool) -> tuple[Mapping[str, Array], Array]:
     """Return the end of one call of `fit`, and how far the weights moved."""
     case = OPTIMIZERS[name]
     with case.precision():
-        model = case.compiled()
+        model = case.compiled(run_eagerly=eager)
         before = model.get_weights()
         fit(model)
     moved = [a - b for a, b in zip(model.get_weights(), before, strict=True)]
@@ -393,7 +383,9 @@ def flat(values: Any) -> Array:
 @pytest.mark.parametrize(("name", "way"), pairs())
 def test_same_run(name: str, way: str, tmp_path: pathlib.Path) -> None:
     case, (run, gap) = OPTIMIZERS[name], WAYS[way]
-    want, moved = plain(name)
+    # Eager steps, where a trace takes more time than the steps.
+    saving = by_keras_file, by_weights_file, by_checkpoint
+    want, moved = plain(name, eager=run in saving)
     assert np.abs(moved).max() > 1e-3
     with case.precision():
         got = everything(run(case, tmp_path))

@@ -23,7 +23,7 @@ from tests.support.training import (
 )
 
 OPTIMIZERS = {
-    "KFAC": tfkfac.KFAC,
+    "KFAC": lambda: tfkfac.KFAC(0.1),
     "MR-DHO2": lambda: tfkfac.FOSI(warmup_steps=1, accelerator_fraction=0.5),
 }
 

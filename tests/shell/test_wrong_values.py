@@ -6,12 +6,10 @@ An argument without a row fails.
 
 import dataclasses
 import decimal
-import fractions
-import functools
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -33,10 +31,9 @@ PART: Any = tfkfac.Distribution
 SCALER: Any = tfkfac.LossScaleOptimizer
 DENSE = keras.layers.Dense
 VALUES: list[Any] = [None, True, -1, 0, 1, 2, 0.5, 1.5, NAN, INF, 10**400]
-VALUES += ["x", b"x", [1], {}, {"class_name": "x"}, 1j, object]
-VALUES += [np.array([0.1]), np.float32(INF), np.int8(-3), -(2**63)]
-VALUES += [decimal.Decimal("NaN"), fractions.Fraction(10**400)]
-VALUES += [lambda i: 0.1, functools.partial(round, 0.1)]
+VALUES += ["x", b"x", [1], {"class_name": "x"}, 1j, object]
+VALUES += [np.array([0.1]), np.float32(INF), np.int8(-3)]
+VALUES += [decimal.Decimal("NaN"), lambda i: 0.1]
 
 # Words of the message, and the accepted values.
 NUMBER = "a number of at least 0", (0, 1, 2, 0.5, 1.5, np.float32(0.25))
@@ -125,7 +122,7 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
 }
 
 
-def takes(accepted: tuple[Any, ...], value: Any) -> bool:
+def takes(accepted: Iterable[Any], value: Any) -> bool:
     """True if an accepted value has the same type and value."""
     return any(type(a) is type(value) and a == value for a in accepted)
 
@@ -174,7 +171,8 @@ def test_values(owner: Any) -> None:
     # No argument is hidden in `**kwargs`.
     assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
     for name, (words, accepted) in TAKES[owner].items():
-        for value in [*VALUES, *accepted]:
+        others = [value for value in accepted if not takes(VALUES, value)]
+        for value in [*VALUES, *others]:
             arguments = {name: value, **REQUIRED.get((owner, name), {})}
             if takes(accepted, value):
                 item = owner(**arguments)
@@ -237,6 +235,23 @@ TUNABLE = [
 ]
 
 
+FIRST = {[cls for cls, _ in TUNABLE].index(cls) for cls, _ in TUNABLE}
+
+
+def fails(iteration: Any) -> Any:
+    raise KeyError(iteration)
+
+
+# Schedules, and what the message says about their results.
+RESULTS: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda _: NAN, "returns nan"),
+    (lambda _: -1.0, "returns -1.0"),
+    (lambda _: [1.0, 2.0], r"returns \[1. 2.\]"),
+    (lambda _: None, "raises"),
+    (fails, "raises KeyError"),
+]
+
+
 @pytest.mark.parametrize(("owner", "name"), TUNABLE)
 def test_schedules(owner: Any, name: str) -> None:
     """Schedules are saved, their first value is checked, no functions."""
@@ -246,18 +261,11 @@ def test_schedules(owner: Any, name: str) -> None:
     assert type(copy) is ExponentialDecay
     assert copy.get_config() == schedule.get_config()
 
-    def fails(iteration: Any) -> Any:
-        raise KeyError(iteration)
-
     with pytest.raises(TypeError, match=f"`{name}`"):
         owner(**{name: lambda iteration: 0.1})
-    for function, result in (
-        (lambda _: NAN, "returns nan"),
-        (lambda _: -1.0, "returns -1.0"),
-        (lambda _: [1.0, 2.0], r"returns \[1. 2.\]"),
-        (lambda _: None, "raises"),
-        (fails, "raises KeyError"),
-    ):
+    # All results with one argument of each class.
+    count = None if TUNABLE.index((owner, name)) in FIRST else 1
+    for function, result in RESULTS[:count]:
         message = rf"Argument `{name}` must return .*{result}.* iteration 0"
         with pytest.raises(ValueError, match=message):
             mlp().compile(owner(**{name: Formula(function)}), loss())

@@ -6,10 +6,7 @@ from typing import Any
 import keras
 from keras import layers
 
-from tests.support.options import kfac as options_kfac
-from tests.support.small import CLASSES, FEATURES, data, loss, mlp
-
-X, Y = data()
+from tests.support.small import CLASSES, FEATURES, data, mlp
 
 
 def functional() -> Any:
@@ -58,22 +55,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "subclassed": Subclassed,
     "nested": nested,
 }
-INNER: dict[str, Callable[[], Any]] = {
-    "adam": lambda: keras.optimizers.Adam(1e-2),
-    "plain": lambda: keras.optimizers.SGD(0.05),
-    "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.5),
-}
-
-
-def compiled(kind: str, inner: str = "sgd", **kwargs: Any) -> Any:
-    """Clocks of 2 and 3 steps, so that step 5 is between updates."""
-    kwargs.setdefault("factor_update_interval", 2)
-    kwargs.setdefault("inverse_update_interval", 3)
-    keras.utils.set_random_seed(0)
-    model = MODELS[kind]()
-    optimizer = options_kfac(INNER[inner](), **kwargs)
-    model.compile(optimizer, loss(), run_eagerly=True)
-    return model
 
 
 def train(model: Any, start: int, stop: int) -> None:
