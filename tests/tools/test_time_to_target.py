@@ -1,6 +1,5 @@
 """The command line, which trainings there are, and runs with processes."""
 
-import dataclasses
 import json
 import math
 import pathlib
@@ -11,7 +10,7 @@ import keras
 import pytest
 
 import time_to_target
-from targets import equal, study, training
+from targets import study
 from targets.methods import keras_decay
 from targets.run import Run
 
@@ -89,22 +88,6 @@ def test_settings_are_searched_and_the_best_is_measured(
         assert run.rate == (1e-3 if muon else None)
 
 
-def test_the_rest_has_adams_best_rate(
-    trained: Trained, tmp_path: pathlib.Path
-) -> None:
-    words = ["--size", "tiny", "--problem", "cnn", "--seeds", "0", "1"]
-    file = tmp_path / "study.json"
-    assert time_to_target.main([*words, "--json", str(file)]) == 0
-    runs = trained.taken()
-    kfacs = [run for run in runs if run.method.startswith("kfac")]
-    # Of Muon's rates the smallest, 0.003, is best: one below it is tried.
-    muons = {run.rate for run in runs if run.method == "muon"}
-    assert muons == {9e-4, 3e-3, 0.01, 0.03, 0.1}
-    assert len(runs) == 2 * (4 + 5 + 2) and len(kfacs) == 4
-    rests = {run.method: run.rest for run in kfacs}
-    assert rests == {"kfac:step=natural:rest=adam": 3e-3, "kfac": None}
-
-
 def test_known_results_are_not_measured_again(
     trained: Trained,
     tmp_path: pathlib.Path,
@@ -130,44 +113,6 @@ def test_known_results_are_not_measured_again(
     assert str(tmp_path) not in file.read_text()
 
 
-def test_baselines_train_for_the_seconds_of_kfac(
-    trained: Trained, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half of its seconds: two times the epochs, and the best rate again.
-
-    The seconds are those of the command that trained both optimizers.
-    """
-
-    def record(method: str, command: int, seconds: float) -> dict[str, Any]:
-        run = Run(
-            *("final", "regression", "full", "arm", method),
-            *(None if method == "kfac" else 2e-3, None, 0.0, 50, 1.0, command),
-        )
-        curve = {"cpu_seconds": [seconds]}
-        text = dataclasses.asdict(run)
-        return {"run": text, "environment": command, "curve": curve}
-
-    known = [record("muon", 0, 9.0), record("kfac", 1, 7.0)]
-    known += [record("muon", 2, 1.0), record("kfac", 2, 2.0)]
-    monkeypatch.setattr(equal, "final_trainings", lambda: known)
-    words = ["--equal-seconds", "--problem", "regression", "--seeds", "5", "6"]
-    words += ["--method", "muon", "kfac"]
-    file = tmp_path / "study.json"
-    assert time_to_target.main([*words, "--json", str(file)]) == 0
-    runs = trained.taken()
-    assert [(run.method, run.share, run.seed) for run in runs[:4]] == [
-        *(("muon", 1.0, 5), ("muon", 1.0, 6)),
-        *(("kfac", 1.0, 5), ("kfac", 1.0, 6)),
-    ]
-    # The known rate is 0.002, the best of the fake is 0.001.
-    search = [run for run in runs[4:] if run.phase == "search"]
-    assert [run.rate for run in search] == [2e-3, 1e-3, 4e-3, 5e-4]
-    assert {(run.share, run.seed) for run in search} == {(2.0, 0)}
-    assert [(run.rate, run.share, run.seed) for run in runs[8:]] == [
-        *((1e-3, 2.0, 5), (1e-3, 2.0, 6)),
-    ]
-
-
 def test_weight_decay_has_an_effective_size() -> None:
     """A rate from 0.1 to 0 in 50 steps takes away a quarter of a weight."""
     steps, rate = 50, 0.1
@@ -177,23 +122,6 @@ def test_weight_decay_has_an_effective_size() -> None:
     left = math.prod(1 - decay * float(schedule(i)) for i in range(steps))
     assert left == pytest.approx(0.75, rel=0.01)
     assert keras_decay(0.0, rate, steps) is None
-
-
-@pytest.mark.slow
-def test_seeds_that_share_a_process_do_not_meet() -> None:
-    """One ends as before, whatever has been trained in between."""
-    run = Run(
-        *("final", "regression", "tiny", "drawn", "kfac:rest=adam"),
-        *(None, 0.01, 0.0, 60, 1.0, 0),
-    )
-    data = training.load(run, None)
-    trainer = training.Training(run, data, steps=6, evaluations=2)
-    first, second, again = (trainer.run(seed) for seed in (0, 1, 0))
-    assert first["curve"]["metric"] == again["curve"]["metric"]
-    assert first["curve"]["metric"] != second["curve"]["metric"]
-    assert first["validation"] == again["validation"]
-    start, end = first["curve"]["metric"]
-    assert end < start < 2
 
 
 OUTSIDE = """\
