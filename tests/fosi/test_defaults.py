@@ -114,9 +114,8 @@ def test_accelerators_have_an_interval() -> None:
 # -------------------------------------------------------------------- warm-up
 def network(**options: Any) -> Any:
     model = mlp()
-    model.compile(
-        tfkfac.FOSI(num_largest=1, lanczos_steps=2, **options), loss()
-    )
+    optimizer = tfkfac.FOSI(num_largest=1, lanczos_steps=2, **options)
+    model.compile(optimizer, loss(), run_eagerly=True)
     return model
 
 
