@@ -12,17 +12,6 @@ from tests.support.layers import make_input, per_example, targets
 LAYER, BATCH = layers.LayerNormalization, layers.BatchNormalization
 
 
-class Shifted(layers.LayerNormalization):
-    """Layer with an attribute that is not in its config."""
-
-    def __init__(self, shift: float) -> None:
-        super().__init__()
-        self.shift = shift
-
-    def call(self, inputs: Any) -> Any:
-        return super().call(inputs + self.shift * inputs**2)
-
-
 class Evaluated(layers.Layer):
     """Batch normalisation by moving averages, also in training."""
 
@@ -49,7 +38,6 @@ def test_factors_of_each_layer() -> None:
     """G against the gradients of the weights, example by example."""
     pairs = [
         (LAYER(), LAYER(epsilon=10.0)),
-        (Shifted(1.0), Shifted(2.0)),
         (Evaluated(1.0), Evaluated(2.0)),
         (frozen("beta"), frozen("gamma")),
     ]

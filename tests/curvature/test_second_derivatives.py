@@ -45,11 +45,14 @@ def assert_agrees(
     np.testing.assert_allclose(got / scale, want / scale, rtol=0, atol=1e-6)
 
 
-# Moments, sparse gradients, seeds, `add_loss`, loops, stopped gradients.
+# Moments, loops and sparse gradients, seeds, `add_loss`, stopped gradients.
 CASES = (
-    "batch_synchronized", "embedding", "dropout", "add_loss", "simple_rnn",
+    "batch_synchronized",
+    "masked_rnn",
+    "dropout",
+    "add_loss",
     "stop_gradient",
-)  # fmt: skip
+)
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* was passed an input with a mask")

@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
+from tests.support.small import summary_text
 from tests.support.strategies import strategy
 from tests.support.summaries import sequential
 from tfkfac.gauss_newton.support import Limits, choose_solve_spaces
@@ -235,3 +236,17 @@ def test_no_loss_scale() -> None:
 
 
 # ------------------------------------------------------------------ limits
+def test_memory_of_a_step() -> None:
+    """n weights, m residuals: 3 n^2 + 2 m n, or 3 m^2 + 3 m n scalars."""
+    network = model(kernel_initializer="zeros")
+    network.compile(tfkfac.GaussNewton(), "mse", run_eagerly=True)
+    optimizer = network.optimizer
+    assert "4 weights n in float32" in summary_text(optimizer)
+    assert optimizer.state_bytes()["previous_step"] == 16
+    limits = optimizer.method.limits
+    assert limits.peak_bytes("parameters", 100) == 4 * (3 * 16 + 2 * 100 * 4)
+    assert limits.peak_bytes("residuals", 3) == 4 * (3 * 9 + 3 * 3 * 4)
+    network.train_on_batch(X, Y)
+    lines = summary_text(optimizer).splitlines()
+    (row,) = [li for li in lines if li.startswith("8 ")]
+    assert "parameters" in row

@@ -79,6 +79,7 @@ class Stacked:
     def __init__(self, problem: Decay) -> None:
         self.problem = problem
         self.start = self.flat()
+        self.known: dict[bytes, tuple[Array, Array]] = {}
 
     def flat(self) -> Array:
         values = [np.ravel(v) for v in self.problem.variables]
@@ -102,6 +103,11 @@ class Stacked:
         return tf.concat(parts, 0)
 
     def rows(self, weights: Array) -> tuple[Array, Array]:
+        if (key := weights.tobytes()) not in self.known:
+            self.known[key] = self.jacobian(weights)
+        return self.known[key]
+
+    def jacobian(self, weights: Array) -> tuple[Array, Array]:
         with tf.GradientTape(persistent=True) as tape:
             r = self.residuals(weights)
         values = [v.value for v in self.problem.variables]

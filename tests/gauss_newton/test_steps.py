@@ -29,8 +29,7 @@ from tests.support.gauss_newton_reference import (
 )
 from tests.support.harness import randomize
 from tests.support.marks import with_slow
-from tests.support.reference import Array
-from tests.support.small import summary_text
+from tests.support.reference import Array, softmax
 from tfkfac.gauss_newton.solve import LARGEST, NormalEquations, Search, search
 
 ROWS, STEPS = 9, 4
@@ -173,47 +172,42 @@ CASES |= {
 FEW = "logits", "tanh"
 
 
-def rows_of(model: Any, case: Case) -> Rows:
+# Value and Jacobian of each output at flat weights.
+Jacobians = Callable[[Array], list[tuple[Array, Array]]]
+
+
+def rows_of(jacobians: Jacobians, case: Case) -> Rows:
     """Rows and residuals of all outputs (probabilities, not logits)."""
 
     def rows(point: Array) -> tuple[Array, Array]:
-        result = outputs(model, case, point)
+        result = jacobians(point)
         curves = case.curve([output for output, _ in result])
-        parts = [
-            (np.sqrt(f)[..., None] * j, np.divide(q, np.sqrt(f), where=f > 0))
-            for (f, q), (_, j) in zip(curves, result, strict=True)
-        ]
-        size = len(point)
-        return (
-            np.concatenate([k.reshape(-1, size) for k, _ in parts]),
-            np.concatenate([np.where(np.isfinite(r), r, 0).ravel()
-                            for _, r in parts]),
-        )  # fmt: skip
+        matrices, residuals = [], []
+        for (f, q), (_, j) in zip(curves, result, strict=True):
+            root = np.sqrt(f)
+            matrices.append((root[..., None] * j).reshape(-1, len(point)))
+            residuals.append(np.ravel(q / np.where(f > 0, root, np.inf)))
+        return np.concatenate(matrices), np.concatenate(residuals)
 
     return rows
 
 
-def outputs(model: Any, case: Case, point: Array) -> list[tuple[Array, Array]]:
-    """Values of the outputs (logits as probabilities) and Jacobians."""
-    result = outputs_and_jacobians(model, case.x, point)
-    if case.loss is CASES["logits"].loss:
-        result = [probabilities(*pair) for pair in result]
-    return result
-
-
-def pull_of(model: Any, case: Case) -> Pull:
+def pull_of(jacobians: Jacobians, model: Any, case: Case) -> Pull:
     """J^T W y'' of all outputs, with y the logits of probabilities.
 
     With J of the probabilities, `J_y = (dy/dp) J` and `W = F (dp/dy)^2`.
     """
 
     def linked(point: Array) -> Array:
-        result = outputs(model, case, point)
-        parts = zip(case.links, result, strict=True)
-        return np.concatenate([link(z).ravel() for (link, _), (z, _) in parts])
+        set_flat(model, point)
+        outputs = tf.nest.flatten(model(case.x, training=True))
+        if case.loss is CASES["logits"].loss:
+            outputs = [tf.nn.softmax(z) for z in outputs]
+        parts = zip(case.links, outputs, strict=True)
+        return np.concatenate([np.ravel(link(z)) for (link, _), z in parts])
 
     def pull(point: Array, direction: Array) -> Array:
-        result = outputs(model, case, point)
+        result = jacobians(point)
         curves = case.curve([z for z, _ in result])
         parts = zip(case.links, curves, result, strict=True)
         pulls = [
@@ -227,8 +221,7 @@ def pull_of(model: Any, case: Case) -> Pull:
 
 
 def probabilities(logits: Array, jacobian: Array) -> tuple[Array, Array]:
-    p = np.exp(logits - logits.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
+    p = softmax(logits)
     mean = np.einsum("bc,bcn->bn", p, jacobian)
     return p, p[..., None] * (jacobian - mean[:, None])
 
@@ -257,11 +250,22 @@ def test_steps(name: str) -> None:
             np.full(v.shape, 0.04 if v.regularizer else 0.0).ravel()
             for v in model.trainable_variables
         ]
+        known: dict[bytes, list[tuple[Array, Array]]] = {}
+
+        def jacobians(point: Array) -> list[tuple[Array, Array]]:
+            """Value, logits as probabilities, and Jacobian of each output."""
+            if (key := point.tobytes()) not in known:
+                result = outputs_and_jacobians(model, case.x, point)
+                if case.loss is CASES["logits"].loss:
+                    result = [probabilities(*pair) for pair in result]
+                known[key] = result
+            return known[key]
+
         reference = Reference(
             loss_of(model, case.x, case.y, sample_weight=case.weights),
-            rows_of(model, case),
+            rows_of(jacobians, case),
             start,
-            pull_of(model, case),
+            pull_of(jacobians, model, case),
             ridge=np.concatenate(penalties),
         )
         for _ in range(STEPS):
@@ -298,11 +302,7 @@ def test_a_batch_of_zero_weight_is_not_rejected() -> None:
 
 
 def test_one_trace_for_all_batches() -> None:
-    """6 and 2 examples for 3 weights use different spaces.
-
-    The bytes of a step for n weights and m residuals are those of 3 n^2 + 2 m n
-    or 3 m^2 + 3 m n scalars.
-    """
+    """6 and 2 examples for 3 weights use different spaces."""
     traces = []
 
     class Traces(tfkfac.GaussNewton):
@@ -313,18 +313,8 @@ def test_one_trace_for_all_batches() -> None:
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
     model.compile(Traces(), "mse")
     model.fit(POINTS, VALUES, 6, epochs=2, shuffle=False, verbose=0)
-    optimizer = model.optimizer
-    assert optimizer.last_step["residuals"] == 2
+    assert model.optimizer.last_step["residuals"] == 2
     assert len(traces) == 1
-    text = summary_text(optimizer)
-    assert "3 weights n in float32" in text
-    (six,) = (line for line in text.splitlines() if line.startswith("6 "))
-    (two,) = (line for line in text.splitlines() if line.startswith("2 "))
-    assert "parameters" in six and "residuals" in two
-    assert optimizer.state_bytes()["previous_step"] == 12
-    limits = optimizer.method.limits
-    assert limits.peak_bytes("parameters", 100) == 4 * (3 * 9 + 2 * 100 * 3)
-    assert limits.peak_bytes("residuals", 2) == 4 * (3 * 4 + 3 * 2 * 3)
 
 
 # --------------------------------------------------------- search for a damping

@@ -28,12 +28,7 @@ class Trained:
             self.runs.append(run)
             if run.seed == 13:
                 raise study.FailedError("no luck")
-            # Batches of 250 and a decay of 5 % are best, and a rate of 0.004;
-            # of full models 0.001, and batches of 125 for K-FAC.
-            full = run.size == "full"
-            batch = 125 if full and run.rate is None else 250
-            loss = abs(math.log((run.rate or 1.0) / (0.001 if full else 0.004)))
-            loss += abs(run.batch - batch) + abs(100 * run.decay - 5)
+            loss = abs(math.log((run.rate or 1.0) / 0.004))
             metric = -loss if run.row.higher_is_better else loss
             columns = ("step", "seconds", "cpu_seconds", "metric")
             curve = {key: [1.0] for key in columns} | {"metric": [metric]}
@@ -49,43 +44,6 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
     trained = Trained()
     monkeypatch.setattr(study, "train", trained)
     return trained
-
-
-NATURAL = "kfac:step=natural"
-
-
-def test_settings_are_searched_and_the_best_is_measured(
-    trained: Trained, tmp_path: pathlib.Path
-) -> None:
-    words = ["--problem", "cnn", "--method", "muon", NATURAL]
-    words += ["--search-size", "small", "--seeds", "0", "1"]
-    assert (
-        time_to_target.main([*words, "--json", str(tmp_path / "s.json")]) == 0
-    )
-    runs = trained.taken()
-    search = [run for run in runs if run.phase == "search"]
-    assert {run.seed for run in search} == {0}
-    # Four rates and three batches of Muon, two lengths and three batches of
-    # K-FAC, and the two other decays of both.
-    assert sum(run.size == "small" for run in search) == 12 + 6 + 2 + 2
-    # Then Muon's best rate and those about it, until one is between others,
-    # and all batches and lengths of K-FAC.
-    full = [run for run in search if run.size == "full"]
-    assert {run.decay for run in full} == {0.05}
-    muons = [run for run in full if run.method == "muon"]
-    assert [run.rate for run in muons] == [4e-3, 2e-3, 8e-3, 1e-3, 5e-4]
-    assert {run.batch for run in muons} == {250}
-    kfacs = {(r.share, r.batch) for r in full if r.method == NATURAL}
-    assert len(kfacs) == len(full) - len(muons) == 6
-    finals = runs[len(search) :]
-    assert {(run.method, run.seed) for run in finals} == {
-        (method, seed) for method in ("muon", NATURAL) for seed in (0, 1)
-    }
-    for run in finals:
-        assert (run.phase, run.size) == ("final", "full")
-        muon = run.method == "muon"
-        assert (run.batch, run.decay) == (250 if muon else 125, 0.05)
-        assert run.rate == (1e-3 if muon else None)
 
 
 def test_known_results_are_not_measured_again(
