@@ -29,7 +29,6 @@ BATCH, CHANNELS = 4, 2
     ("case", "is_compiled", "sharing"),
     [
         ("conv3d_same", True, "reduce"),
-        ("conv2d_dilated_same", False, "expand"),
         ("transposed2d_overlap", False, "expand"),
     ],
 )
@@ -129,7 +128,7 @@ def test_sum_over_patches(geometry: Any) -> None:
 
     unknown = tf.TensorSpec([None, None, None, CHANNELS], tf.float64)
     functions = [gram]
-    if strides != (1, 1):
+    if strides in ((3, 1), (3, 3)):
         functions.append(tf.function(gram, input_signature=[unknown]))
     for function in functions:
         total, count = function(tf.constant(x))

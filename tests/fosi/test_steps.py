@@ -61,12 +61,22 @@ def in_two(t: Any) -> Any:
 CASES = {
     # Newton steps go downhill where the curvature is negative. Sample weights
     # weigh the loss and its Hessian.
-    "adam": Case(
+    "adam, formulas": Case(
         lambda: Adam(0.03, **BETAS),
         adam(0.03),
-        {"num_smallest": 2, "alpha": 0.1},
-        {"num_smallest": 2, "alpha": lambda t: 0.1},
-        [2, 5, 8],
+        {
+            "num_smallest": 2,
+            "alpha": Formula(lambda t: 0.2 / (1.0 + t)),
+            "update_interval": Formula(in_two),
+            "momentum": 0.5,
+        },
+        {
+            "num_smallest": 2,
+            "alpha": lambda t: 0.2 / (1 + t),
+            "interval": in_two,
+            "momentum": 0.5,
+        },
+        [2, 4, 8],
         np.linspace(0, 2, ROWS),
     ),
     # The rate is clipped for SGD alone. The number alpha follows its rate.
@@ -76,21 +86,6 @@ CASES = {
         {"learning_rate_clip": 2.5, "warmup_steps": 0},
         {"clip": 2.5, "warmup": 0, "alpha": lambda t: 0.5 * (1 - t / 12)},
         [0, 3, 6, 9],
-    ),
-    "formulas": Case(
-        lambda: SGD(0.1, 0.9),
-        sgd(0.1, 0.9),
-        {
-            "alpha": Formula(lambda t: 0.5 / (1.0 + t)),
-            "update_interval": Formula(in_two),
-            "momentum": 0.5,
-        },
-        {
-            "alpha": lambda t: 0.5 / (1 + t),
-            "interval": in_two,
-            "momentum": 0.5,
-        },
-        [2, 4, 8],
     ),
 }
 

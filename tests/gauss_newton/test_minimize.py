@@ -172,48 +172,46 @@ class Root:
         )
 
 
-def test_training_continues(tmp_path: pathlib.Path) -> None:
-    """After a restart from a backup: equals a run in two calls bit for bit."""
+def test_points_from_a_function(tmp_path: pathlib.Path) -> None:
+    """New points every third step; the steps use them.
 
-    def run(*steps: int, callbacks: Any = ()) -> Any:
-        problem = Root()
-        optimizer = tfkfac.GaussNewton()
-        for count in steps:
-            problem.minimize(optimizer, steps=count, callbacks=callbacks)
+    A restart from a backup equals a run in two calls bit for bit. No step
+    begins after `seconds`, nor with other variables.
+    """
+    problem, optimizer = Root(), tfkfac.GaussNewton(1e-6)
+    followed: list[float] = []
+
+    def minimize(steps: int, *callbacks: Any) -> list[Array]:
+        problem.minimize(optimizer, steps=steps, every=3, callbacks=callbacks)
         (state,) = optimizer.method.states
         entries = [entry.variable.numpy() for entry in state.entries()]
         return [np.array(problem.level), *entries]
 
-    def backup() -> Any:
-        return keras.callbacks.BackupAndRestore(tmp_path / "backup")
-
-    def stop(epoch: int, logs: Any) -> None:
-        if epoch == 3:
-            raise KeyboardInterrupt
-
-    ends = keras.callbacks.LambdaCallback(on_epoch_begin=stop)
-    with pytest.raises(KeyboardInterrupt):
-        run(6, callbacks=[backup(), ends])
-    np.testing.assert_equal(run(6, callbacks=[backup()]), run(2, 4))
-
-
-def test_points_from_a_function() -> None:
-    """New points every fourth step; then the errors of later calls.
-
-    No step begins after `seconds`.
-    """
-    problem, optimizer, followed = Root(), tfkfac.GaussNewton(1e-6), []
     follow = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: followed.append(float(problem.level))
     )
-    problem.minimize(optimizer, steps=9, every=4, callbacks=[follow])
-    assert problem.drawn == [0, 4, 8]
+    minimize(3, follow)
+    want = minimize(6, follow)
+    assert problem.drawn == [0, 3, 6]
     assert int(optimizer.iterations) == 9
-    np.testing.assert_allclose(np.square(followed), [1, 5, 9], rtol=0.1)
+    np.testing.assert_allclose(np.square(followed), [1, 4, 7], rtol=0.1)
     problem.minimize(optimizer, seconds=1e-9)
     assert int(optimizer.iterations) == 10
     with pytest.raises(ValueError, match="already belongs to other variables"):
         Root().minimize(optimizer, steps=1)
+
+    def stop(epoch: int, logs: Any) -> None:
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+    def backup() -> Any:
+        return keras.callbacks.BackupAndRestore(tmp_path / "backup")
+
+    problem, optimizer = Root(), tfkfac.GaussNewton(1e-6)
+    with pytest.raises(KeyboardInterrupt):
+        minimize(9, backup(), keras.callbacks.LambdaCallback(stop))
+    problem, optimizer = Root(), tfkfac.GaussNewton(1e-6)
+    np.testing.assert_equal(minimize(9, backup()), want)
 
 
 @pytest.mark.slow

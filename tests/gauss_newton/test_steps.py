@@ -345,11 +345,10 @@ def tries(
     )
 
 
-@pytest.mark.parametrize("value", [1e9, float("nan")])
-def test_no_step_without_descent(value: float) -> None:
+def test_no_step_without_descent() -> None:
     def infeasible(change: Any) -> Any:
         here = tf.reduce_all(change == 0)
-        return tf.where(here, quadratic(change), value)
+        return tf.where(here, quadratic(change), np.nan)
 
     result = tries(infeasible, damping=2.0**-10)
     assert not result.accepted
