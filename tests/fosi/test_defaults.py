@@ -112,7 +112,7 @@ def test_accelerators_have_an_interval() -> None:
 def network(**options: Any) -> Any:
     model = mlp()
     optimizer = tfkfac.FOSI(num_largest=1, lanczos_steps=2, **options)
-    model.compile(optimizer, loss(), run_eagerly=True)
+    model.compile(optimizer, loss())
     return model
 
 

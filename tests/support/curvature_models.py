@@ -44,7 +44,7 @@ def recurrent(tokens: Any) -> Any:
     return layers.SimpleRNN(2)(layers.Embedding(5, 3, mask_zero=True)(tokens))
 
 
-IMAGE, SERIES, TEXT = (5, 4, 2), (4, 3), (6,)
+IMAGE, SERIES, TEXT = (5, 4, 2), (4, 3), (4,)
 ZOO: Zoo = {
     "tanh": (lambda h: layers.Dense(4, activation="tanh")(h), (3,)),
     "conv_groups": (lambda h: layers.Conv2D(4, 2, groups=2)(h), IMAGE),

@@ -15,54 +15,44 @@ from targets.methods import keras_decay
 from targets.run import Run
 
 
-class Trained:
-    """What a study would train, with results that are made up."""
+def test_known_results_are_not_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A second call with more seeds trains these only; all results are kept."""
+    file, trained = tmp_path / "study.json", []
 
-    def __init__(self) -> None:
-        self.runs: list[Run] = []
-
-    def __call__(
-        self, runs: Sequence[Run], directory: Any, file: str | None
+    def train(
+        runs: Sequence[Run], directory: Any, file: str | None
     ) -> Iterator[dict[str, Any]]:
         for run in runs:
-            self.runs.append(run)
+            trained.append(run.seed)
             if run.seed == 13:
                 raise study.FailedError("no luck")
-            loss = abs(math.log((run.rate or 1.0) / 0.004))
-            metric = -loss if run.row.higher_is_better else loss
+            metric = -abs(math.log((run.rate or 1.0) / 0.004))
             columns = ("step", "seconds", "cpu_seconds", "metric")
             curve = {key: [1.0] for key in columns} | {"metric": [metric]}
             yield {"first_step": 1.0, "curve": curve, "validation": 1.0}
 
-    def taken(self) -> list[Run]:
-        runs, self.runs = self.runs, []
-        return runs
+    def call(*seeds: str) -> int:
+        words = [
+            "--size",
+            "tiny",
+            "--problem",
+            "cnn",
+            "--method",
+            "adam",
+            "--seeds",
+        ]
+        return time_to_target.main([*words, *seeds, "--json", str(file)])
 
-
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
-    trained = Trained()
-    monkeypatch.setattr(study, "train", trained)
-    return trained
-
-
-def test_known_results_are_not_measured_again(
-    trained: Trained,
-    tmp_path: pathlib.Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A second call with more seeds trains these only."""
-    file = tmp_path / "study.json"
-
-    def call(*words: str) -> int:
-        shared = "--size", "tiny", "--problem", "cnn", "--method", "adam"
-        return time_to_target.main([*shared, *words, "--json", str(file)])
-
-    assert call("--seeds", "0") == 0
-    assert len(trained.taken()) == 4
-    assert call("--seeds", "0", "1") == 0
-    assert {run.seed for run in trained.taken()} == {1}
-    assert call("--seeds", "0", "13") == 1
+    monkeypatch.setattr(study, "train", train)
+    assert call("0") == 0
+    assert trained == [0] * 4
+    assert call("0", "1") == 0
+    assert {*trained[4:]} == {1}
+    assert call("0", "13") == 1
     assert "no luck" in capsys.readouterr().err
     stored = json.loads(file.read_text())
     assert len(stored["runs"]) == 8
