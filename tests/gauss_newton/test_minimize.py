@@ -19,7 +19,7 @@ from tfkfac.gauss_newton import support
 from tfkfac.shell.conditions import Conditions
 
 # Weights of the conditions of `Decay`.
-WEIGHTS = {"seen": 3.0, "both": 0.5}
+WEIGHTS = {"seen": 3.0}
 
 
 class Decay:
@@ -31,16 +31,13 @@ class Decay:
         self.network = keras.Sequential([keras.Input((1,)), hidden, last])
         self.rate = keras.Variable(1.0, dtype=keras.config.floatx())
         self.variables = [*self.network.trainable_variables, self.rate]
-        x = [np.linspace(0, 1, n)[:, None] for n in (12, 3, 5)]
-        self.points = {"slope": x[0], "both": x[1], "seen": x[2]}
-        self.residuals = {
-            "slope": self.slope,
-            "both": lambda x: tf.concat([self.error(x)] * 2, 1),
-            "seen": self.error,
-        }
+        x = [np.linspace(0, 1, n)[:, None] for n in (12, 5)]
+        self.points = {"slope": x[0], "seen": x[1]}
+        self.residuals = {"slope": self.slope, "seen": self.error}
 
     def error(self, x: Any) -> Any:
-        return self.network(x) - tf.exp(-2 * x)
+        error = self.network(x) - tf.exp(-2 * x)
+        return tf.concat([error, 0.5 * error], 1)
 
     def slope(self, x: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -147,7 +144,7 @@ def test_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(got, reference.weights) <= 1e-7 * travelled
     assert any(reference.bent)
     assert optimizer.last_step["tries"] == reference.tries[-1]
-    assert optimizer.last_step["residuals"] == 12 + 2 * 3 + 5
+    assert optimizer.last_step["residuals"] == 12 + 2 * 5
     assert len(history.history["loss"]) == 4
     np.testing.assert_allclose(history.history["loss"][0], first)
 
