@@ -78,13 +78,10 @@ def wrapped_model() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("factory", "first", "eager"),
-    [
-        (nested_model, "core/first", True),
-        (wrapped_model, "wrapped/first", False),
-    ],
+    ("factory", "first"),
+    [(nested_model, "core/first"), (wrapped_model, "wrapped/first")],
 )
-def test_composed_model(factory: Any, first: str, eager: bool) -> None:
+def test_composed_model(factory: Any, first: str) -> None:
     """The factors equal the factors of the same layers in a flat model."""
     model = factory()
     x = make_input("", (3,), BATCH)
@@ -98,7 +95,7 @@ def test_composed_model(factory: Any, first: str, eager: bool) -> None:
     )
     plain.set_weights(model.get_weights())
     want = train_once(plain, x, y).factors
-    step = train_once(model, x, y, eager=eager)
+    step = train_once(model, x, y)
     assert len(step.factors) == 2
     check_factors(step.of(first), *want["first"].values())
     check_factors(step.of("second"), *want["second"].values())
@@ -180,10 +177,8 @@ def steps(rows: Array) -> Array:
 @pytest.mark.parametrize(
     ("case", "sharing"),
     [
-        ("conv2d_same_odd", "expand"),
         ("depthwise2d_same_strided", "reduce"),
         ("einsum_sequence", "expand"),
-        ("embedding_sequence", "reduce"),
     ],
 )
 def test_other_layers(case: str, sharing: str) -> None:

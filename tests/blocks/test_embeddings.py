@@ -195,9 +195,7 @@ def check_projection(step: Any, tied: bool, A: Array, G: Array) -> None:
     ("case", "sharing", "eager", "tied", "cap"),
     [
         ("functional", "expand", False, True, None),
-        ("functional", "expand", True, False, 0.7),
-        ("inside a layer", "reduce", True, True, 0.7),
-        ("inside a layer", "reduce", True, False, None),
+        ("inside a layer", "reduce", True, False, 0.7),
     ],
 )
 def test_factors_and_step(

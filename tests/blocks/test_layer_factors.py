@@ -90,7 +90,7 @@ def test_prelu_as_activation_of_a_layer() -> None:
     model, x, y = problem(dense, (4,), BATCH)
     gradients = per_example(model, x, y)
     slopes, biases = (gradients[v.path] for v in (prelu.alpha, dense.bias))
-    step = train_once(model, x, y, eager=False)
+    step = train_once(model, x, y)
     G = np.mean(slopes**2, axis=0)
     assert_close(step.of("slopes")["G"], G, 1e-5, "G of the slopes")
     G = biases.T @ biases / BATCH

@@ -134,7 +134,7 @@ def test_sample_weights() -> None:
     a, g = view.rows(x.astype(np.float64), g)
     rows = [0, 2, 4]
     optimizer = compiled(
-        model, inner=0.0, eager=False, factor_batch_fraction=0.5, factor_decay=0
+        model, inner=0.0, factor_batch_fraction=0.5, factor_decay=0
     )
     model.train_on_batch(x, y, sample_weight=weight)
     want = view.factors(a[:, rows], g[:, rows])

@@ -118,22 +118,6 @@ def test_calls_of_any_size_are_traced_once_per_rank() -> None:
     assert list(call(2)) == [2, 2]
 
 
-@contract(SHARED, "A traced function can be the type of an operation.")
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_functions_are_operations(jit_compile: bool) -> None:
-    """XLA does not support such operations."""
-
-    @tf.function(autograph=False, jit_compile=jit_compile)
-    def step(x: Any) -> Any:
-        results = [shared_call("double", lambda x: 2 * x, x) for _ in range(3)]
-        types = [o.type for o in x.graph.get_operations()]
-        calls = sum("Partitioned" in op_type for op_type in types)
-        assert calls == (3 if jit_compile else 0)
-        return tf.add_n(results)
-
-    assert float(step(tf.constant(2.0))) == 12
-
-
 @contract(
     SHARED,
     "An error in a called function names the operation that calls it.",

@@ -165,30 +165,6 @@ def test_layers_call_their_call() -> None:
     assert calls == [model.name, "hidden", "norm", "loss"]
 
 
-@contract(OVERRIDE, "A layer looks up `layer.activation` in each call.")
-@pytest.mark.parametrize(
-    "layer",
-    [
-        layers.Dense(2, activation="tanh"),
-        layers.EinsumDense("ab,bc->ac", 2, activation="tanh"),
-        layers.Conv1D(2, 1, activation="tanh"),
-        layers.DepthwiseConv1D(1, activation="tanh"),
-        layers.SeparableConv1D(2, 1, activation="tanh"),
-    ],
-    ids=lambda layer: layer.name,
-)
-def test_layers_call_their_activation(layer: Any) -> None:
-    x = X if "Dense" in type(layer).__name__ else X[:, :, None]
-    want = layer(x)
-    original = layer.activation
-    calls: list[Any] = []
-    with overridden(layer, "activation", recorder(calls)):
-        np.testing.assert_array_equal(layer(x), want)
-    ((inputs,),) = calls
-    np.testing.assert_array_equal(original(inputs), want)
-    assert layer.activation is original
-
-
 @contract(OVERRIDE, "Entries of a layer's `__dict__` are not saved or cloned.")
 def test_overrides_are_not_saved(tmp_path: Path) -> None:
     model = network()

@@ -128,7 +128,7 @@ def test_units(source: str) -> None:
     )
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     model.set_weights([w[:4], w[4]])
-    model.compile(optimizer, loss)
+    model.compile(optimizer, loss, run_eagerly=True)
     model.train_on_batch(a[:, :4], labels)
     change = np.vstack([*model.get_weights()]) - w
     np.testing.assert_allclose(change, -RATE * clip * P, rtol=2e-3, atol=1e-6)

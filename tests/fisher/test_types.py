@@ -229,7 +229,8 @@ def test_factors_of_a_fitted_model() -> None:
         fisher="type2",
         gradient_accumulation_steps=2,
     )
-    model.compile(optimizer, SPARSE(from_logits=True))
+    loss = SPARSE(from_logits=True)
+    model.compile(optimizer, loss, run_eagerly=True)
     model.fit(X, CLASSES, batch_size=ROWS // 2, verbose=0)
     assert int(optimizer.iterations) == 1
     for old, new in zip(before, model.get_weights(), strict=True):

@@ -47,7 +47,7 @@ def test_warmup_is_the_inner_optimizer() -> None:
         if wrap:
             optimizer = small(optimizer, warmup_steps=NEVER)
         model = mlp(kernel_constraint=constraints.MaxNorm(0.8))
-        model.compile(optimizer, loss())
+        model.compile(optimizer, loss(), run_eagerly=True)
         paths.append(fit(model, x, y, 7))
         paths.append([np.array(v) for v in model.optimizer.variables])
     np.testing.assert_array_equal(paths[2], paths[0])

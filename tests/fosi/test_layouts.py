@@ -132,7 +132,7 @@ def test_projections(
 
 
 @names
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_traffic(name: str, workers: int) -> None:
     """Reported bytes of an estimation, its directions and the final update."""
     layout = LAYOUTS[name](Geometry(23, 3, 0, 5, tf.float64), workers)

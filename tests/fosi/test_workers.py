@@ -48,7 +48,7 @@ RULES = {
 def fosi(layout: str, model: str, inner: str, **kwargs: Any) -> Training:
     fields = {
         name: kwargs.pop(name)
-        for name in ("faults", "changes", "eager", "feed")
+        for name in ("faults", "changes", "feed")
         if name in kwargs
     }
     options = {"layout": layout, **kwargs}
@@ -71,10 +71,6 @@ paper = functools.partial(accelerated, final_update="paper")
 CASES = {
     # Worker 1 has no row in step 4, worker 0 none in step 6: both estimate.
     "two: rows": exact("rows", inner="plain", num_largest=3, num_smallest=1),
-    # More workers than directions.
-    "two: columns, one direction": exact(
-        "columns", inner="sgd", num_largest=1, num_smallest=0
-    ),
     # More Lanczos steps than rows of a batch: random vectors are
     # orthogonalized, with another sum in a branch.
     "two: rows, exhausted": fosi("rows", "small", "plain", lanczos_steps=120),
@@ -82,21 +78,8 @@ CASES = {
     "two: rows, accumulation": fosi(
         "rows", "regression", "accumulation, average, decay"
     ),
-    "two: columns, eager, changes": fosi(
-        "columns",
-        "small",
-        "sgd",
-        feed="some",
-        eager=True,
-        changes={3: {"update_interval": 3, "alpha": 0.5}, 6: {"alpha": 0.125}},
-    ),
-    # One estimation, in a share of the steps of `fit`; alpha decays.
-    "two: rows, defaults": fosi(
-        "rows", "small", "decaying", warmup_steps=None, update_interval=None
-    ),
     "mirrored: rows": fosi("rows", "batch_norm", "adam", feed="even"),
     "two: columns, paper": paper("columns"),
-    "four: rows, paper": paper("rows", accelerator_fraction=0.25),
     "four: rows, stale": stale("rows", inner="adam"),
     # The interval is shorter from update 3 on, so that the estimation of update
     # 2 is not done at its end, and longer from update 5 on.
@@ -104,9 +87,7 @@ CASES = {
         "columns",
         changes={3: {"update_interval": 2}, 5: {"update_interval": 4}},
     ),
-    # An estimation begins in step 5. If the step is skipped, the accelerators
-    # still use its batch.
-    "two: rows, stale, NaN of a worker": stale("rows", faults=((5, 0, NAN),)),
+    # An estimation begins in step 5.
     "two: rows, stale, NaN of an accelerator": stale(
         "rows", faults=((5, 1, NAN),)
     ),
@@ -217,7 +198,7 @@ def expected(name: str) -> tuple[Array, Array]:
         assert program.values is not None
         return path, program.values
     options = {**case.options, "layout": "rows"}
-    single = train(dataclasses.replace(case, options=options, eager=False))
+    single = train(dataclasses.replace(case, options=options))
     return np.stack(flat(single["weights"])), single["spectrum"]
 
 
@@ -284,15 +265,10 @@ def check_counts(name: str, processes: list[Result], workers: int) -> None:
     """A fault of a worker skips a step, of an accelerator an estimation."""
     faults = [rank < workers for _, rank, _ in CASES[name].faults]
     counts = {"skipped": sum(faults), "failures": faults.count(False)}
-    # Updates 2, 4, 6, 8; with changes 2, 5, 8.
     updates = 10 - counts["skipped"]
     if "accumulation" in name:  # two steps for an update
         updates, counts["estimations"] = 5, 2
-    elif "eager" in name:
-        counts["estimations"] = 3
-    elif "defaults" in name:
-        counts["estimations"] = 1
-    elif workers == replicas_of(name):
+    elif workers == replicas_of(name):  # in updates 2, 4, 6, 8
         counts["estimations"] = 4
     for process in processes:
         assert process["iterations"] == updates
@@ -316,7 +292,7 @@ def check_layout(case: Training, worker: Result, workers: int) -> None:
         shape = local, size
     # Ritz values, the length of Newton steps, and momentum; with accumulation
     # or plain SGD's momentum, one more vector.
-    more = case.inner in ("sgd", "decaying") or "accumulation" in case.inner
+    more = case.inner == "sgd" or "accumulation" in case.inner
     basis = 8 * options["lanczos_steps"] * length
     directions = 8 * (np.prod(shape) + count + 1 + local * (1 + more))
     assert set(worker["shapes"]) == {shape}

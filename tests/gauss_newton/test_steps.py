@@ -29,7 +29,7 @@ from tests.support.gauss_newton_reference import (
 )
 from tests.support.harness import randomize
 from tests.support.marks import with_slow
-from tests.support.reference import Array
+from tests.support.reference import Array, softmax
 from tfkfac.gauss_newton.solve import LARGEST, NormalEquations, Search, search
 
 ROWS, STEPS = 9, 4
@@ -42,7 +42,6 @@ REAL = RNG.normal(size=(ROWS, 2))
 CLASSES = RNG.integers(0, 3, ROWS)
 HOT = np.eye(3)[CLASSES]
 BITS = RNG.integers(0, 2, (ROWS, 2)).astype(float)
-COUNTS = RNG.integers(0, 5, (ROWS, 2)).astype(float)
 # For each output: diagonal of the Fisher matrix, gradient of the loss.
 Curve = Callable[[list[Array]], list[tuple[Array, Array]]]
 # Function from outputs to logits, and its derivative.
@@ -105,12 +104,6 @@ def bernoulli(z: Array, y: Array, scale: Any) -> tuple[Array, Array]:
     return fisher, fisher * (z - y)
 
 
-def counts(outputs: list[Array]) -> list[tuple[Array, Array]]:
-    (z,) = outputs
-    rate = z + 1e-7
-    return [(1 / rate / z.size, (1 - COUNTS / rate) / z.size)]
-
-
 def categorical(labels: Array, weights: Any) -> Curve:
     def curve(outputs: list[Array]) -> list[tuple[Array, Array]]:
         scale = np.reshape(weights, (-1, 1)) / ROWS
@@ -129,20 +122,6 @@ def both(outputs: list[Array]) -> list[tuple[Array, Array]]:
 SERIES_Y = RNG.normal(size=(ROWS, 4, 2))
 VALID = np.any(SERIES != 0, -1, keepdims=True)
 SPARSE = keras.losses.SparseCategoricalCrossentropy
-
-
-class Registered(SPARSE):
-    """A loss with a registered distribution."""
-
-
-class Classes(tfkfac.fisher.Categorical):
-    """A distribution of the user, without the argument `from_logits`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-
-tfkfac.register_distribution(Registered, Classes())
 CASES = {
     "penalty": Case(
         network(penalty=keras.regularizers.L2(0.02)), "mse", X, REAL,
@@ -161,11 +140,6 @@ CASES = {
         network(3), lambda: SPARSE(from_logits=True), X, CLASSES,
         categorical(HOT, 1.0), links=(LOG,),
     ),
-    "registered": Case(
-        network(3, "softmax"), Registered, X, CLASSES, categorical(HOT, 1.0),
-        links=(LOG,),
-    ),
-    "counts": Case(network(2, "exponential"), "poisson", X, COUNTS, counts),
     "two outputs": Case(
         two_outputs,
         lambda: {"real": "mse", "bits": "binary_crossentropy"},
@@ -191,56 +165,49 @@ CASES |= {
     for name, solve in {
         "tanh": "parameters",
         "conv_groups": "parameters",
-        "attention": "parameters",
         "masked_rnn": "parameters",
         "layer_two_axes": "residuals",
-        "lstm": "residuals",
     }.items()
 }
 FEW = "logits", "tanh"
 
 
-def rows_of(model: Any, case: Case) -> Rows:
+# Value and Jacobian of each output at flat weights.
+Jacobians = Callable[[Array], list[tuple[Array, Array]]]
+
+
+def rows_of(jacobians: Jacobians, case: Case) -> Rows:
     """Rows and residuals of all outputs (probabilities, not logits)."""
 
     def rows(point: Array) -> tuple[Array, Array]:
-        result = outputs(model, case, point)
+        result = jacobians(point)
         curves = case.curve([output for output, _ in result])
-        parts = [
-            (np.sqrt(f)[..., None] * j, np.divide(q, np.sqrt(f), where=f > 0))
-            for (f, q), (_, j) in zip(curves, result, strict=True)
-        ]
-        size = len(point)
-        return (
-            np.concatenate([k.reshape(-1, size) for k, _ in parts]),
-            np.concatenate([np.where(np.isfinite(r), r, 0).ravel()
-                            for _, r in parts]),
-        )  # fmt: skip
+        matrices, residuals = [], []
+        for (f, q), (_, j) in zip(curves, result, strict=True):
+            root = np.sqrt(f)
+            matrices.append((root[..., None] * j).reshape(-1, len(point)))
+            residuals.append(np.ravel(q / np.where(f > 0, root, np.inf)))
+        return np.concatenate(matrices), np.concatenate(residuals)
 
     return rows
 
 
-def outputs(model: Any, case: Case, point: Array) -> list[tuple[Array, Array]]:
-    """Values of the outputs (logits as probabilities) and Jacobians."""
-    result = outputs_and_jacobians(model, case.x, point)
-    if case.loss is CASES["logits"].loss:
-        result = [probabilities(*pair) for pair in result]
-    return result
-
-
-def pull_of(model: Any, case: Case) -> Pull:
+def pull_of(jacobians: Jacobians, model: Any, case: Case) -> Pull:
     """J^T W y'' of all outputs, with y the logits of probabilities.
 
     With J of the probabilities, `J_y = (dy/dp) J` and `W = F (dp/dy)^2`.
     """
 
     def linked(point: Array) -> Array:
-        result = outputs(model, case, point)
-        parts = zip(case.links, result, strict=True)
-        return np.concatenate([link(z).ravel() for (link, _), (z, _) in parts])
+        set_flat(model, point)
+        outputs = tf.nest.flatten(model(case.x, training=True))
+        if case.loss is CASES["logits"].loss:
+            outputs = [tf.nn.softmax(z) for z in outputs]
+        parts = zip(case.links, outputs, strict=True)
+        return np.concatenate([np.ravel(link(z)) for (link, _), z in parts])
 
     def pull(point: Array, direction: Array) -> Array:
-        result = outputs(model, case, point)
+        result = jacobians(point)
         curves = case.curve([z for z, _ in result])
         parts = zip(case.links, curves, result, strict=True)
         pulls = [
@@ -254,8 +221,7 @@ def pull_of(model: Any, case: Case) -> Pull:
 
 
 def probabilities(logits: Array, jacobian: Array) -> tuple[Array, Array]:
-    p = np.exp(logits - logits.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
+    p = softmax(logits)
     mean = np.einsum("bc,bcn->bn", p, jacobian)
     return p, p[..., None] * (jacobian - mean[:, None])
 
@@ -284,11 +250,22 @@ def test_steps(name: str) -> None:
             np.full(v.shape, 0.04 if v.regularizer else 0.0).ravel()
             for v in model.trainable_variables
         ]
+        known: dict[bytes, list[tuple[Array, Array]]] = {}
+
+        def jacobians(point: Array) -> list[tuple[Array, Array]]:
+            """Value, logits as probabilities, and Jacobian of each output."""
+            if (key := point.tobytes()) not in known:
+                result = outputs_and_jacobians(model, case.x, point)
+                if case.loss is CASES["logits"].loss:
+                    result = [probabilities(*pair) for pair in result]
+                known[key] = result
+            return known[key]
+
         reference = Reference(
             loss_of(model, case.x, case.y, sample_weight=case.weights),
-            rows_of(model, case),
+            rows_of(jacobians, case),
             start,
-            pull_of(model, case),
+            pull_of(jacobians, model, case),
             ridge=np.concatenate(penalties),
         )
         for _ in range(STEPS):
@@ -311,17 +288,16 @@ VALUES = np.sin(3 * POINTS[:, :1]) * POINTS[:, 1:]
 
 def test_a_batch_of_zero_weight_is_not_rejected() -> None:
     """A zero step: one try, and the damping stays."""
-    for solve in ("parameters", "residuals"):
-        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
-        optimizer = tfkfac.GaussNewton(solve=solve, damping=0.25)
-        model.compile(optimizer, "mse", run_eagerly=True)
-        before = model.get_weights()
-        model.train_on_batch(POINTS, VALUES, sample_weight=np.zeros(8))
-        np.testing.assert_equal(model.get_weights(), before)
-        assert model.optimizer.last_step["tries"] == 1
-        (state,) = model.optimizer.method.states
-        assert float(state.damping.numpy()) == 0.25
-        assert int(state.rejected.numpy()) == 0
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    optimizer = tfkfac.GaussNewton(damping=0.25)
+    model.compile(optimizer, "mse", run_eagerly=True)
+    before = model.get_weights()
+    model.train_on_batch(POINTS, VALUES, sample_weight=np.zeros(8))
+    np.testing.assert_equal(model.get_weights(), before)
+    assert model.optimizer.last_step["tries"] == 1
+    (state,) = model.optimizer.method.states
+    assert float(state.damping.numpy()) == 0.25
+    assert int(state.rejected.numpy()) == 0
 
 
 def test_one_trace_for_all_batches() -> None:
@@ -368,11 +344,10 @@ def tries(
     )
 
 
-@pytest.mark.parametrize("value", [1e9, float("nan")])
-def test_no_step_without_descent(value: float) -> None:
+def test_no_step_without_descent() -> None:
     def infeasible(change: Any) -> Any:
         here = tf.reduce_all(change == 0)
-        return tf.where(here, quadratic(change), value)
+        return tf.where(here, quadratic(change), np.nan)
 
     result = tries(infeasible, damping=2.0**-10)
     assert not result.accepted

@@ -71,8 +71,10 @@ def end_early() -> None:
 
     parse = argparse.ArgumentParser.parse_args
 
-    def parse_and_end(*args: Any, **kwargs: Any) -> None:
-        parse(*args, **kwargs)
+    def parse_and_end(self: Any, *args: Any, **kwargs: Any) -> None:
+        parse(self, *args, **kwargs)
+        self.print_help()
+        sys.stdout.flush()
         os._exit(0)
 
     def end(_: Any, status: int = 0, message: str | None = None) -> None:

@@ -5,7 +5,7 @@ weights are flat, in Keras' order. Only the models at the end use TensorFlow.
 """
 
 import dataclasses
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import keras
@@ -267,7 +267,13 @@ class Record(keras.callbacks.Callback):
 
 
 def fit(
-    model: Any, x: Any, y: Any, epochs: int, batch: int = ROWS, **kw: Any
+    model: Any,
+    x: Any,
+    y: Any,
+    epochs: int,
+    batch: int = ROWS,
+    callbacks: Sequence[Any] = (),
+    **kw: Any,
 ) -> Array:
     """Train on batches in order; return the weights before and after each."""
     record = Record()
@@ -278,7 +284,7 @@ def fit(
         epochs=epochs,
         shuffle=False,
         verbose=0,
-        callbacks=[record],
+        callbacks=[*callbacks, record],
         **kw,
     )
     return np.stack(record.path)
@@ -300,9 +306,10 @@ def assert_follows(
     steps: int = 10,
     rtol: float = 1e-6,
     weight: Array | None = None,
+    kind: Any = keras.Sequential,
 ) -> Any:
     """Train a model on all rows, compare with a program, return the model."""
-    (x, y), model = data(), mlp()
+    (x, y), model = data(), mlp(kind)
     model.compile(optimizer, loss())
     rows, start = Network(x, y, weight=weight), flat(model).astype("float64")
     want = program.run(rows.gradient, rows.hessian, start, steps)

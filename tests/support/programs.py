@@ -103,7 +103,8 @@ class Program(contextlib.AbstractContextManager["Program"]):
             environment: Other variables to set.
             folder: Working directory.
             dry: True to end a Python script with exit code 0 after its
-                arguments are parsed, or at its first layer.
+                arguments are parsed and its help is printed, or at its first
+                layer.
             fork: False to start a new interpreter, whose end is tested.
         """
         self.lines: list[tuple[float, str]] = []

@@ -239,9 +239,6 @@ INNERS: dict[str, Callable[[], keras.optimizers.Optimizer | None]] = {
     "default": lambda: None,
     "plain": lambda: SGD(RATE),
     "sgd": lambda: SGD(RATE, momentum=MOMENTUM),
-    "decaying": lambda: SGD(
-        keras.optimizers.schedules.PolynomialDecay(RATE, 12, 0.0), MOMENTUM
-    ),
     "multiplier": lambda: SGD(1.0),
     "warm-up": lambda: SGD(WarmUp(0.25)),
     "multiplier, accumulation": lambda: SGD(1.0, gradient_accumulation_steps=2),

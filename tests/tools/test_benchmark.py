@@ -6,35 +6,8 @@ import pathlib
 from typing import Any
 
 import pytest
-import tensorflow as tf
 
 import benchmark
-from command import process_environment
-
-
-def test_parts_of_a_variant(tmp_path: pathlib.Path) -> None:
-    text = f"kfac-eigen@{tmp_path}:damping=0.1:max_factor_dim=null:name=x"
-    arguments = {"damping": 0.1, "max_factor_dim": None, "name": "x"}
-    parts = benchmark.split_variant(text)
-    assert parts == ("kfac-eigen", tmp_path, arguments)
-
-
-@pytest.mark.parametrize(("gpu", "visible"), [(False, "-1"), (True, "3")])
-def test_device(
-    gpu: bool, visible: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the CPU by default, also where a job system has assigned a GPU."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    environment = process_environment(1, gpu=gpu)
-    assert environment["CUDA_VISIBLE_DEVICES"] == visible
-
-
-@pytest.mark.skipif(
-    bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU"
-)
-def test_no_gpu() -> None:
-    with pytest.raises(SystemExit, match="finds no GPU"):
-        benchmark.main(["--gpu"])
 
 
 def test_median_of_each_phase() -> None:

@@ -21,12 +21,6 @@ LINE = re.compile(
 )
 
 
-def test_workers_without_a_number() -> None:
-    """An error before an environment is made."""
-    command = ["bash", str(TOOLS / "demo.sh"), "--workers", "--epochs", "2"]
-    assert subprocess.run(command, capture_output=True).returncode == 2
-
-
 def test_an_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes a quarter of a second, measuring and tracing nothing."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])

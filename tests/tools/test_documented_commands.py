@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
+import benchmark
 import results
 import time_to_target
 from targets import report
@@ -34,7 +35,11 @@ COMMAND = re.compile(
     r"((?:[A-Z_]+=(?:'[^']*'|\S+)\s+)*)(?:\.venv/bin/)?((?:python|bash|pip|"
     r"srun|sbatch|scancel|scontrol|mpirun|torchrun|horovodrun|ray)\s+\S.*)"
 )
-TARGET = "python tools/studies/time_to_target.py"
+# Scripts with many commands, which are parsed in this process.
+PARSERS = {
+    f"python tools/studies/{module.__name__}.py": module.parse_arguments
+    for module in (benchmark, time_to_target)
+}
 CLASSIFY = "python examples/classification.py"
 # Run in full: the start of the command in a document, further arguments that
 # make it short, a part of its output.
@@ -65,6 +70,8 @@ RUNS = (
      "--epochs 1 --optimizer kfac", "[worker 0] 23/23"),
     ("python tools/studies/compiled_step.py m1", "--optimizer muon",
      "instructions, 0 cholesky("),
+    ("python tools/studies/published.py engd", "--seeds 3 --cpu-seconds 0",
+     "poisson"),
     ("python tools/studies/stages.py --optimizer", "--rounds 1 --rows 8",
      "inverses"),
 )  # fmt: skip
@@ -172,11 +179,18 @@ def done(documented: set[str], folder: pathlib.Path) -> dict[str, Done]:
     jobs = {
         command: words
         for command in sorted(documented)
-        if "ray_train" not in command and (words := words_of(command))
+        if "ray_train" not in command
+        and not command.startswith((*PARSERS,))
+        and (words := words_of(command))
     }
     assert len(jobs) > 40
-    for script in docstrings():
-        jobs[f"{script} --help"] = [str(script), "--help"]
+    for script in docstrings().keys() - {
+        pathlib.Path(words[0]) for words in jobs.values()
+    }:
+        jobs[f"python {script.relative_to(ROOT)} --help"] = [
+            str(script),
+            "--help",
+        ]
     results = {name: run(words, folder) for name, words in jobs.items()}
     for command in (
         "python examples/reproduce.py --list",
@@ -217,9 +231,12 @@ def test_no_script_fails(done: dict[str, Done]) -> None:
 
 def test_help_has_the_lines_of_the_docstring(done: dict[str, Done]) -> None:
     for path, text in docstrings().items():
-        output = done[f"{path} --help"].output
-        assert output.startswith(f"usage: {path.name} "), path
-        assert text in output, path
+        start = f"python {path.relative_to(ROOT)}"
+        outputs = [j.output for name, j in done.items() if start in name]
+        usage = f"usage: {path.name} "
+        assert any(
+            output.startswith(usage) and text in output for output in outputs
+        ), path
 
 
 def test_short_runs(done: dict[str, Done]) -> None:
@@ -230,17 +247,19 @@ def test_short_runs(done: dict[str, Done]) -> None:
     assert "Preconditioned weights" in done["snippet"].output
 
 
-def test_commands_of_records(
-    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+def test_commands_of_benchmarks_and_records(
+    documented: set[str], folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commands of the trainings are still accepted."""
+    """The commands of the recorded trainings are still accepted, too."""
     monkeypatch.chdir(folder)
-    printed = report.commands(Records(TRAININGS))
-    commands = [line for line in printed if line.startswith(TARGET)]
-    assert len(commands) > 30
-    for command in commands:
-        words = shlex.split(command.removeprefix(TARGET))
-        time_to_target.parse_arguments(words)
+    commands = {*documented, *report.commands(Records(TRAININGS))}
+    for script, parse in PARSERS.items():
+        found = [c for c in commands if c.startswith(script)]
+        assert len(found) > 5
+        for command in found:
+            words = words_of(command)
+            assert words is not None
+            parse(words[1:])
 
 
 @pytest.mark.slow

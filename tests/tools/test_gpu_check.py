@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-import benchmark
 import gpu_check
 
 NEED_GPUS = ["two GPUs", "two processes, NCCL", "memory", "steps"]
@@ -49,29 +48,8 @@ def test_a_check_that_fails(
     assert gpu_check.main(["--only", "FOSI"]) == 1
 
 
-def test_steps_are_timed_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without XLA, by command lines that the benchmark accepts."""
-    runs = []
-
-    def run(command: list[str]) -> str:
-        options = benchmark.parse_arguments(command[2:])
-        assert options.gpu and options.rounds >= 3
-        options.json.write_text('{"rows": []}')
-        runs.append((options.mode, options.models))
-        return ""
-
-    monkeypatch.setattr(gpu_check, "run_process", run)
-    gpu_check.check_steps()
-    assert runs == [("fit", ["M1"]), ("function", ["M1", "M3"])]
-
-
 @pytest.mark.slow
 def test_two_processes_on_a_cpu() -> None:
     """As on two GPUs."""
     record = gpu_check.check_training("kfac inverse", workers=2)()
     assert record["off"] < 1e-4 and record["losses"][-1] < record["losses"][0]
-
-
-@pytest.mark.slow
-def test_mixed_precision_on_a_cpu() -> None:
-    assert gpu_check.main(["--only", "mixed float16"]) == 0

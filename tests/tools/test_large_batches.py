@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 import large_batches
-import results
 
 
 @pytest.mark.parametrize("first", [8, 64, 2048])
@@ -31,23 +30,6 @@ def test_the_best_rate_is_searched_for_each_length() -> None:
     counted = large_batches.count(loss, 0.25, 64, 1, True)
     assert counted == (pytest.approx(400), 512, 3)
     assert large_batches.count(loss, 0.25, 64, 1, False)[1] == 8192
-
-
-def test_means_over_the_seeds() -> None:
-    records = [
-        {"problem": "arm", "optimizer": name, "batch": batch, "steps": steps}
-        for name, batch, steps in (
-            *(("kfac", 16, 30.0), ("kfac", 16, 50.0), ("kfac", 64, 20.0)),
-            *(("adam", 16, 90.0), ("adam", 64, None)),
-        )
-    ]
-    assert large_batches.means(records, "arm", "kfac") == {16: 40, 64: 20}
-    columns, rows = results.batches_table(records)
-    assert columns == ("problem", "optimizer", "16", "64")
-    assert rows == [
-        ("arm", "`KFAC()`", "40 ± 14", "20"),
-        ("arm", "Adam", "90", "-"),
-    ]
 
 
 @pytest.mark.slow

@@ -125,21 +125,3 @@ def test_rows_and_products_by_hand() -> None:
     shares = (1.0, 1), (0.25, 1), (None, 1), (None, 8)
     got = [plan.share_of_examples(128, *share) for share in shares]
     assert got == [1, 0.25, 0.5, 0.25]
-
-
-def test_rows_of_layers_in_layers() -> None:
-    """Two sentences of five tokens; the convolution has four positions."""
-    tokens = keras.Input((5,), dtype="int32")
-    x = layers.Embedding(7, 4, name="tokens")(tokens)
-    x = layers.TimeDistributed(layers.Dense(6), name="each")(x)
-    x = layers.MultiHeadAttention(2, 3, name="attention")(x, x)
-    x = layers.SeparableConv1D(8, 2, depth_multiplier=3, name="separable")(x)
-    built = keras.Model(tokens, layers.GlobalAveragePooling1D()(x))
-    blocks = attached(built)
-    network = plan.Network(built, 2)
-    rows = {block.path: network.rows(block) for block in blocks}
-    convolution = {p: n for p, n in rows.items() if "separable" in p}
-    assert set(convolution.values()) == {2 * 4} and len(convolution) == 2
-    assert {n for p, n in rows.items() if p not in convolution} == {2 * 5}
-    # An embedding counts its tokens.
-    assert network.statistics(blocks[0]) == 10 * 4**2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from targets import plan, report, results
+from targets import plan, results
 
 OURS = "kfac:step=natural"
 
@@ -55,14 +55,6 @@ def record(
             "metric": [*metrics],
         },
     }
-
-
-def ends(method: str, seconds: float, *metrics: float) -> list[Any]:
-    """Records of one evaluation each; the seeds count from 0."""
-    return [
-        record(method, seed, (seconds, metric))
-        for seed, metric in enumerate(metrics)
-    ]
 
 
 def cnn_records() -> list[dict[str, Any]]:
@@ -113,124 +105,6 @@ def test_the_ratio_is_to_the_first_baseline_at_the_target() -> None:
     assert rows_of(comparison)[OURS].ratio == pytest.approx(0.3)
 
 
-def test_defaults_are_timed_on_the_machine_of_the_baseline() -> None:
-    """Other commands trained seed 0 of `KFAC()`, and SGD."""
-    records = [
-        record("adam", 0, (20.0, 0.90)),
-        record("adam", 1, (20.0, 0.92)),
-        record("sgd", 0, (3.0, 0.90), (16.0, 0.80)),
-        record("sgd", 1, (3.0, 0.92), (16.0, 0.80)),
-        record("kfac", 0, (2.0, 0.95)),
-        record("kfac", 1, (6.0, 0.92)),
-    ]
-    for index in (2, 3, 4):
-        records[index]["environment"] = 1
-    [comparison] = results.compare(records)
-    # Means of both seeds would be 4 over 20 seconds, SGD's time 3 seconds.
-    assert rows_of(comparison)["kfac"].ratio == pytest.approx(6 / 20)
-    assert rows_of(comparison)["kfac"].claim == "tie"  # a single seed
-    records[2]["environment"] = records[3]["environment"] = 0
-    [comparison] = results.compare(records)
-    assert rows_of(comparison)["kfac"].ratio == pytest.approx(6 / 3)
-    # Seed 0 of K-FAC is not compared with a baseline trained beside `KFAC()`.
-    records += [
-        record(OURS, 0, (5.0, 0.90)) | {"environment": 2},
-        record(OURS, 1, (8.0, 0.92)) | {"environment": 2},
-    ]
-    del records[2:4]
-    records[0]["environment"] = 1
-    records[3]["environment"] = 1
-    records[1]["environment"] = 3
-    [comparison] = results.compare(records)
-    assert rows_of(comparison)[OURS].ratio == pytest.approx(8 / 20)
-    records[0]["environment"] = records[1]["environment"] = 2
-    [comparison] = results.compare(records)
-    assert rows_of(comparison)["kfac"].claim == ""
-
-
-def test_defaults_are_compared_over_their_own_seeds() -> None:
-    """Means of the baseline: 0.92 over two seeds, 0.9 over three."""
-    records = ends("adam", 2.0, 0.91, 0.93, 0.86)
-    records += ends("kfac", 1.0, 0.95, 0.97)
-    records += ends("kfac:epochs=0.5", 1.0, 0.99)
-    for ours in records[3:]:
-        ours["environment"] = 1  # another command: no times
-    records[-1]["run"]["share"] = 0.5
-    [comparison] = results.compare(records)
-    rows = rows_of(comparison)
-    assert rows["kfac:epochs=0.5"].end == "tie"  # a single seed
-    assert (rows["kfac"].end, rows["kfac"].claim) == ("less", "")
-    assert results.geometric_means([comparison]) == {}
-    columns, [line] = report.summary(records)
-    assert columns[3:] == [
-        "`KFAC()`: final result",
-        "`KFAC()`, epochs=0.5: final result",
-    ]
-    assert line[1] == "3, 360"
-    assert line[2:4] == ["Adam: 0.9 ± 0.036", "0.96 ± 0.014, **better**"]
-    assert line[4] == "0.99, level"
-    columns, [row, _] = report.full_table([comparison])
-    assert columns[2:] == ["`KFAC()`", "`KFAC()`, 0.5 of the epochs"]
-    assert row[2:] == line[3:]
-    sentence = report.headline(records)
-    assert "best of 1 tuned baseline on **1 of 1 problems**" in sentence
-    assert "level on 0, worse on 0. In half of Adam's epochs it" in sentence
-    assert sentence.endswith("better than tuned Adam on 0 of 1.")
-    first = [r for r in records if r["run"]["seed"] == 0]
-    assert "counts as level: cnn." in report.headline(first)
-    assert "seconds" not in sentence
-
-
-def test_defaults_have_times_if_they_ran_with_the_baselines() -> None:
-    """Seeds 0 and 1: Adam's mean of 0.92 after 2 s, ours of 0.95 after 1 s."""
-    records = ends("adam", 2.0, 0.91, 0.93, 0.86)
-    records += [
-        record("kfac", seed, (0.5, 0.5), (1.0, metric))
-        for seed, metric in enumerate((0.94, 0.96))
-    ]
-    columns, [line] = report.summary(records)
-    assert columns[3:] == [
-        "`KFAC()`: time to Adam's result (Adam = 1)",
-        "`KFAC()`: time to the best baseline's result",
-        "`KFAC()`: final result",
-    ]
-    assert line[3:5] == ["0.50", "0.50"]
-    words = "**0.50 of Adam's processor seconds** (geometric mean of 1"
-    assert words in report.headline(records)
-
-
-def test_the_sentence_on_muon() -> None:
-    """Losses of the tiny problem: Muon 0.2 after 2 s, ours 0.3 after 3 s."""
-    records = ends("muon", 1.0, 0.80, 0.82) + ends("adam", 1.0, 0.9, 0.92)
-    records += ends("kfac", 1.0, 0.70, 0.71)
-    records += [
-        record(method, 0, end, size="tiny") | {"validation": 0.5}
-        for method, end in (("muon", (2.0, 0.2)), ("kfac", (3.0, 0.3)))
-    ]
-    sentence = report.against_muon(records)
-    assert "Worse: cnn (0.705 ± 0.0071; Muon: 0.81 ± 0.014)." in sentence
-    assert "higher on: cnn (0.3; Muon: 0.2)." in sentence
-    assert "1.5 times Muon's processor seconds" in sentence
-
-
-def test_losing_rows_stay() -> None:
-    records = cnn_records()
-    records[-2:] = [
-        record(OURS, seed, (4.0, 0.5), (5.0, 0.90 + seed / 100))
-        for seed in (0, 1)
-    ]
-    [comparison] = results.compare(records)
-    row = rows_of(comparison)[OURS]
-    assert (row.claim, row.ratio) == ("not reached", None)
-    assert results.geometric_means([comparison]) == {}
-    columns, [line, _] = report.full_table([comparison])
-    assert columns == ["problem", "SGD", "Adam", "natural-gradient steps"]
-    assert line[2:] == [
-        "**0.91 ± 0.014**",
-        "0.905 ± 0.0071, level; not reached",
-    ]
-
-
 def test_a_claim_needs_all_seeds() -> None:
     """Without the second one K-FAC does not come to the target."""
     records = cnn_records()
@@ -256,30 +130,3 @@ def test_the_quickest_of_equal_settings_is_chosen() -> None:
     half = record("muon", 0, (4.0, 0.85), phase="search", share=0.5)
     best = plan.best_setting([*records, half], 0.2)
     assert best is not None and best.share == 0.5
-
-
-def test_the_longest_training_counts_at_equal_seconds() -> None:
-    """`KFAC()` ends at 0.95 in 4 s, Muon at 0.91 in 2 s and 0.99 in 4 s."""
-    records = ends("kfac", 4.0, 0.94, 0.96) + ends("muon", 2.0, 0.90, 0.92)
-    longer = ends("muon", 4.0, 0.98, 1.0)
-    for one in longer:
-        one["run"] |= {"share": 2.0, "rate": 0.01}
-    pairs = list(report.equal_seconds([*longer, *records]))
-    assert [pair.end for pair in pairs] == ["less", "more"]
-    _, rows = report.equal_table(pairs)
-    assert [row[1:] for row in rows] == [
-        ["`KFAC()`", "3, 360", "4", "0.95 ± 0.014", ""],
-        ["Muon", "3, 360", "2", "0.91 ± 0.014", "**better**"],
-        ["Muon (0.01)", "6, 720", "4", "0.99 ± 0.014", "worse"],
-    ]
-    sentence = report.equal_headline(pairs)
-    assert "baseline on **0 of 1 problems**, level on 0, worse on 1" in sentence
-    assert "not run: autoencoder, mlp, resnet20" in sentence
-
-
-def test_the_cost_of_a_training() -> None:
-    """Three seconds of `KFAC()` to two of Adam, in one command."""
-    records = ends("kfac", 3.0, 0.9, 0.9) + ends("adam", 2.0, 0.9, 0.9)
-    for one in records:
-        one["run"]["size"] = "full"
-    assert "cost 1.5 to 1.5 times" in report.cost(records)

@@ -1,6 +1,5 @@
 """The command line, which trainings there are, and runs with processes."""
 
-import dataclasses
 import json
 import math
 import pathlib
@@ -11,161 +10,55 @@ import keras
 import pytest
 
 import time_to_target
-from targets import equal, study, training
+from targets import study
 from targets.methods import keras_decay
 from targets.run import Run
 
 
-class Trained:
-    """What a study would train, with results that are made up."""
+def test_known_results_are_not_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A second call with more seeds trains these only; all results are kept."""
+    file, trained = tmp_path / "study.json", []
 
-    def __init__(self) -> None:
-        self.runs: list[Run] = []
-
-    def __call__(
-        self, runs: Sequence[Run], directory: Any, file: str | None
+    def train(
+        runs: Sequence[Run], directory: Any, file: str | None
     ) -> Iterator[dict[str, Any]]:
         for run in runs:
-            self.runs.append(run)
+            trained.append(run.seed)
             if run.seed == 13:
                 raise study.FailedError("no luck")
-            # Batches of 250 and a decay of 5 % are best, and a rate of 0.004;
-            # of full models 0.001, and batches of 125 for K-FAC.
-            full = run.size == "full"
-            batch = 125 if full and run.rate is None else 250
-            loss = abs(math.log((run.rate or 1.0) / (0.001 if full else 0.004)))
-            loss += abs(run.batch - batch) + abs(100 * run.decay - 5)
-            metric = -loss if run.row.higher_is_better else loss
+            metric = abs(math.log((run.rate or 1.0) / 0.004))  # a loss
             columns = ("step", "seconds", "cpu_seconds", "metric")
             curve = {key: [1.0] for key in columns} | {"metric": [metric]}
             yield {"first_step": 1.0, "curve": curve, "validation": 1.0}
 
-    def taken(self) -> list[Run]:
-        runs, self.runs = self.runs, []
-        return runs
+    def call(*seeds: str) -> int:
+        words = [
+            "--size",
+            "tiny",
+            "--problem",
+            "cnn",
+            "--method",
+            "adam",
+            "--seeds",
+        ]
+        return time_to_target.main([*words, *seeds, "--json", str(file)])
 
-
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
-    trained = Trained()
-    monkeypatch.setattr(study, "train", trained)
-    return trained
-
-
-NATURAL = "kfac:step=natural"
-
-
-def test_settings_are_searched_and_the_best_is_measured(
-    trained: Trained, tmp_path: pathlib.Path
-) -> None:
-    words = ["--problem", "cnn", "--method", "muon", NATURAL]
-    words += ["--search-size", "small", "--seeds", "0", "1"]
-    assert (
-        time_to_target.main([*words, "--json", str(tmp_path / "s.json")]) == 0
-    )
-    runs = trained.taken()
-    search = [run for run in runs if run.phase == "search"]
-    assert {run.seed for run in search} == {0}
-    # Four rates and three batches of Muon, two lengths and three batches of
-    # K-FAC, and the two other decays of both.
-    assert sum(run.size == "small" for run in search) == 12 + 6 + 2 + 2
-    # Then Muon's best rate and those about it, until one is between others,
-    # and all batches and lengths of K-FAC.
-    full = [run for run in search if run.size == "full"]
-    assert {run.decay for run in full} == {0.05}
-    muons = [run for run in full if run.method == "muon"]
-    assert [run.rate for run in muons] == [4e-3, 2e-3, 8e-3, 1e-3, 5e-4]
-    assert {run.batch for run in muons} == {250}
-    kfacs = {(r.share, r.batch) for r in full if r.method == NATURAL}
-    assert len(kfacs) == len(full) - len(muons) == 6
-    finals = runs[len(search) :]
-    assert {(run.method, run.seed) for run in finals} == {
-        (method, seed) for method in ("muon", NATURAL) for seed in (0, 1)
-    }
-    for run in finals:
-        assert (run.phase, run.size) == ("final", "full")
-        muon = run.method == "muon"
-        assert (run.batch, run.decay) == (250 if muon else 125, 0.05)
-        assert run.rate == (1e-3 if muon else None)
-
-
-def test_the_rest_has_adams_best_rate(
-    trained: Trained, tmp_path: pathlib.Path
-) -> None:
-    words = ["--size", "tiny", "--problem", "cnn", "--seeds", "0", "1"]
-    file = tmp_path / "study.json"
-    assert time_to_target.main([*words, "--json", str(file)]) == 0
-    runs = trained.taken()
-    kfacs = [run for run in runs if run.method.startswith("kfac")]
-    # Of Muon's rates the smallest, 0.003, is best: one below it is tried.
-    muons = {run.rate for run in runs if run.method == "muon"}
-    assert muons == {9e-4, 3e-3, 0.01, 0.03, 0.1}
-    assert len(runs) == 2 * (4 + 5 + 2) and len(kfacs) == 4
-    rests = {run.method: run.rest for run in kfacs}
-    assert rests == {"kfac:step=natural:rest=adam": 3e-3, "kfac": None}
-
-
-def test_known_results_are_not_measured_again(
-    trained: Trained,
-    tmp_path: pathlib.Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A second call with more seeds trains these only."""
-    file = tmp_path / "study.json"
-
-    def call(*words: str) -> int:
-        shared = "--size", "tiny", "--problem", "cnn", "--method", "adam"
-        return time_to_target.main([*shared, *words, "--json", str(file)])
-
-    assert call("--seeds", "0") == 0
-    assert len(trained.taken()) == 4
-    assert call("--seeds", "0", "1") == 0
-    assert {run.seed for run in trained.taken()} == {1}
-    assert call("--seeds", "0", "13") == 1
+    monkeypatch.setattr(study, "train", train)
+    assert call("0") == 0
+    assert trained == [0] * 4
+    assert call("0", "1") == 0
+    assert {*trained[4:]} == {1}
+    assert call("0", "13") == 1
     assert "no luck" in capsys.readouterr().err
     stored = json.loads(file.read_text())
     assert len(stored["runs"]) == 8
     last = stored["environments"][-1]
     assert last["arguments"][-2:] == ["--json", "study.json"]
     assert str(tmp_path) not in file.read_text()
-
-
-def test_baselines_train_for_the_seconds_of_kfac(
-    trained: Trained, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half of its seconds: two times the epochs, and the best rate again.
-
-    The seconds are those of the command that trained both optimizers.
-    """
-
-    def record(method: str, command: int, seconds: float) -> dict[str, Any]:
-        run = Run(
-            *("final", "regression", "full", "arm", method),
-            *(None if method == "kfac" else 2e-3, None, 0.0, 50, 1.0, command),
-        )
-        curve = {"cpu_seconds": [seconds]}
-        text = dataclasses.asdict(run)
-        return {"run": text, "environment": command, "curve": curve}
-
-    known = [record("muon", 0, 9.0), record("kfac", 1, 7.0)]
-    known += [record("muon", 2, 1.0), record("kfac", 2, 2.0)]
-    monkeypatch.setattr(equal, "final_trainings", lambda: known)
-    words = ["--equal-seconds", "--problem", "regression", "--seeds", "5", "6"]
-    words += ["--method", "muon", "kfac"]
-    file = tmp_path / "study.json"
-    assert time_to_target.main([*words, "--json", str(file)]) == 0
-    runs = trained.taken()
-    assert [(run.method, run.share, run.seed) for run in runs[:4]] == [
-        *(("muon", 1.0, 5), ("muon", 1.0, 6)),
-        *(("kfac", 1.0, 5), ("kfac", 1.0, 6)),
-    ]
-    # The known rate is 0.002, the best of the fake is 0.001.
-    search = [run for run in runs[4:] if run.phase == "search"]
-    assert [run.rate for run in search] == [2e-3, 1e-3, 4e-3, 5e-4]
-    assert {(run.share, run.seed) for run in search} == {(2.0, 0)}
-    assert [(run.rate, run.share, run.seed) for run in runs[8:]] == [
-        *((1e-3, 2.0, 5), (1e-3, 2.0, 6)),
-    ]
 
 
 def test_weight_decay_has_an_effective_size() -> None:
@@ -177,23 +70,6 @@ def test_weight_decay_has_an_effective_size() -> None:
     left = math.prod(1 - decay * float(schedule(i)) for i in range(steps))
     assert left == pytest.approx(0.75, rel=0.01)
     assert keras_decay(0.0, rate, steps) is None
-
-
-@pytest.mark.slow
-def test_seeds_that_share_a_process_do_not_meet() -> None:
-    """One ends as before, whatever has been trained in between."""
-    run = Run(
-        *("final", "regression", "tiny", "drawn", "kfac:rest=adam"),
-        *(None, 0.01, 0.0, 60, 1.0, 0),
-    )
-    data = training.load(run, None)
-    trainer = training.Training(run, data, steps=6, evaluations=2)
-    first, second, again = (trainer.run(seed) for seed in (0, 1, 0))
-    assert first["curve"]["metric"] == again["curve"]["metric"]
-    assert first["curve"]["metric"] != second["curve"]["metric"]
-    assert first["validation"] == again["validation"]
-    start, end = first["curve"]["metric"]
-    assert end < start < 2
 
 
 OUTSIDE = """\
