@@ -30,14 +30,6 @@ def combine(matrices: Sequence[tf.Tensor], weights: tf.Tensor) -> tf.Tensor:
     return tf.add_n(_terms(matrices, weights))
 
 
-def project_out(
-    matrices: Sequence[tf.Tensor], weights: tf.Tensor, vector: tf.Tensor
-) -> tf.Tensor:
-    """Subtract `sum_i weights[i] rows[i]` from a vector."""
-    terms = _terms(matrices, -weights[None])
-    return tf.add_n([vector[None], *terms])[0]
-
-
 def _terms(
     matrices: Sequence[tf.Tensor], weights: tf.Tensor
 ) -> list[tf.Tensor]:
@@ -245,8 +237,9 @@ class Lanczos:
         sums = self.reduce(sums)
         components, square = sums[:-1], sums[-1]
         removed = tf.reduce_sum(components * components)
+        terms = _terms(matrices, -components[None])
         return Residual(
-            project_out(matrices, components, image),
+            tf.add_n([image[None], *terms])[0],
             square - removed,
             2 * removed > square,
             component + components[index],
