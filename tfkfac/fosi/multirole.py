@@ -26,8 +26,9 @@ from tfkfac.compat.graphs import (
 )
 from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.compat.overrides import Below, replace_moments
-from tfkfac.distributed.collectives import Communicator, differentiable_sum
+from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import Roles, assign_roles
+from tfkfac.fosi import update
 from tfkfac.fosi.estimation import (
     Accelerator,
     Estimation,
@@ -37,12 +38,6 @@ from tfkfac.fosi.estimation import (
 from tfkfac.fosi.layouts import Geometry, Layout
 from tfkfac.fosi.method import FOSIMethod, Settings
 from tfkfac.fosi.subspace import State, Subspace
-from tfkfac.fosi.update import (
-    add_to_weights,
-    adopt,
-    flat_gradient,
-    flat_weights,
-)
 from tfkfac.loss.batch import find_call
 from tfkfac.saving.entries import Contents
 from tfkfac.saving.slots import Slots
@@ -120,11 +115,9 @@ class RoleState(State):
 
     @override
     def contents(self) -> Contents:
-        """Return the state to save, without the estimation in progress.
-
-        No file has the section "estimation", so every load resets the progress
-        on all replicas. The next interval starts a new estimation.
-        """
+        """Return the state to save, without the estimation in progress."""
+        # No file has the section "estimation", so every load resets the
+        # progress on all replicas. The next interval starts a new estimation.
         resets = {"estimation": lambda: self.progress.assign(0)}
         return dataclasses.replace(super().contents(), optional_sections=resets)
 
@@ -168,7 +161,7 @@ class MultiRoleMethod(FOSIMethod):
             if not group:
                 everyone = self.job.group("moments")
                 group.append(everyone.among(self.peers(everyone.rank)))
-            return differentiable_sum(group[0], value)
+            return group[0].differentiable_sum(value)
 
         def moments(original: Below, /, *args: Any) -> Any:
             """Sum the batch moments of a layer in training steps."""
@@ -188,13 +181,13 @@ class MultiRoleMethod(FOSIMethod):
 
     @override
     def new(self, rank: int, layout: Layout) -> RoleState:
-        count = len(self.roles.accelerators)
         subspace = accelerator = final = None
         if self.roles.trains(rank):
             subspace = Subspace(layout, self.inner(), rank)
             if self.settings.final_update == "paper":
                 final = FinalUpdate(layout.geometry)
         else:
+            count = len(self.roles.accelerators)
             accelerator = Accelerator(layout.geometry, count)
         return RoleState(layout, subspace, accelerator, final)
 
@@ -215,10 +208,10 @@ class MultiRoleMethod(FOSIMethod):
             # Add the gradient to the sum of gradients.
             final = state.final_update
             role_step.reduce()
-            when(begins, lambda: final.begin(flat_weights(model)))
+            when(begins, lambda: final.begin(update.flat_weights(model)))
 
             def direction() -> Update:
-                final.gradient_sum.assign_add(flat_gradient(role_step))
+                final.gradient_sum.assign_add(update.flat_gradient(role_step))
                 return Update(role_step.gradients)
 
             role_step.check_finite()
@@ -241,10 +234,7 @@ class MultiRoleMethod(FOSIMethod):
         self._send_weights(state, everyone)
 
     def _schedule(self, state: RoleState) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return if an estimation begins, and the next `progress`.
-
-        Both are equal on all replicas.
-        """
+        """Return if an estimation begins, and the next `progress`."""
         clock = self.job.clock
         idle = tf.equal(state.progress, 0)
         begins = self.timing.begins(clock, state) & idle
@@ -280,7 +270,7 @@ class MultiRoleMethod(FOSIMethod):
         current = call.args, call.kwargs, arguments, shares
 
         def begin() -> None:
-            accelerator.begin(current, flat_weights(model), estimation)
+            accelerator.begin(current, update.flat_weights(model), estimation)
 
         def advance() -> tf.Tensor:
             progress = tf.convert_to_tensor(state.progress)
@@ -307,15 +297,15 @@ class MultiRoleMethod(FOSIMethod):
                 spectrum = state.accelerator.spectrum(estimation)
             received = hand_over(spectrum, state.layout, self.roles, everyone)
             if received is not None:
-                adopt(state, *received, peers, self.job)
+                update.adopt(state, *received, peers, self.job)
                 if state.final_update is not None:
-                    weights = flat_weights(self.job.model)
+                    weights = update.flat_weights(self.job.model)
                     alpha = self.rate.at(self.job, state)
                     subspace = state.existing_subspace
                     change = state.final_update.change(
                         weights, subspace, tf.cast(alpha, weights.dtype), peers
                     )
-                    add_to_weights(self.job.model, change)
+                    update.add_to_weights(self.job.model, change)
             state.progress.assign(0)
 
         when(ends, send)
@@ -346,13 +336,6 @@ class MultiRoleMethod(FOSIMethod):
             return f"the first after update {wait:,}" if updates < wait else ""
         text = f"the first begins before update {wait + 1:,}"
         return text if updates <= wait else ""
-
-    @override
-    def role_rows(self) -> list[tuple[str, str]]:
-        return [
-            ("Workers", ", ".join(map(str, self.roles.workers))),
-            ("Accelerators", ", ".join(map(str, self.roles.accelerators))),
-        ]
 
     @override
     def estimation_state_bytes(self, state: RoleState) -> dict[str, int]:
@@ -425,9 +408,8 @@ def hand_over(
             received_pieces += received
     if values is None or not roles.trains(rank):
         return None
-    block = tf.zeros([0, 0], dtype)
-    if received_pieces:
-        block = tf.concat(received_pieces, 1)
+    empty = [tf.zeros([0, 0], dtype)]
+    block = tf.concat(received_pieces or empty, 1)
     padding = [
         [0, size - present]
         for size, present in zip(layout.shape, block.shape, strict=True)
@@ -438,10 +420,7 @@ def hand_over(
 def pieces(
     layout: Layout, roles: Roles
 ) -> Iterator[tuple[int, int, slice, slice, int]]:
-    """Yield the pieces of V^T that accelerators send to workers.
-
-    A piece is (worker, accelerator, directions, elements, first held element).
-    """
+    """Yield the pieces of V^T that accelerators send to workers."""
     shards = layout.geometry.slices(len(roles.accelerators))
     for position, worker in enumerate(roles.workers):
         rows, elements = layout.ranges(position)
@@ -450,17 +429,17 @@ def pieces(
             start = max(elements.start, sent.start)
             stop = min(elements.stop, sent.stop)
             if start < stop and rows.start < rows.stop:
+                # `sent.start` is the accelerator's first element.
                 yield worker, accelerator, rows, slice(start, stop), sent.start
 
 
 def piece_bytes(layout: Layout, roles: Roles, rank: int) -> int:
     """Bytes that a replica receives in `hand_over`."""
-    item = layout.geometry.dtype.size
     count = layout.geometry.directions if roles.trains(rank) else 0
     for worker, _, rows, elements, _ in pieces(layout, roles):
         if worker == rank:
             count += (rows.stop - rows.start) * (elements.stop - elements.start)
-    return count * item
+    return count * layout.item
 
 
 def all_variables(model: keras.Model) -> list[keras.Variable]:
