@@ -6,6 +6,7 @@ the model outputs, or the logits for Keras' cross-entropies after Keras' softmax
 or sigmoid. H is positive semidefinite if the loss is convex in its inputs.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,7 +59,7 @@ def gauss_newton_form(
                     variables,
                     values,
                     shares,
-                    reading.cut,
+                    functools.partial(keras.tree.map_structure, reading.cut),
                 )
             slopes = inner.gradient(loss, reading.leaves)
         is_used = [slope is not None for slope in slopes]
@@ -91,21 +92,16 @@ def gauss_newton_form(
 
 
 class Reading:
-    """Replace the inputs of a loss by leaf tensors that tapes watch.
-
-    The `leaves` replace the `outputs`: model outputs, and logits where known.
-    """
+    """Replace the inputs of a loss by leaf tensors that tapes watch."""
 
     def __init__(self, *tapes: tf.GradientTape) -> None:
         self._tapes = tapes
+        # Model outputs, and logits where known, and the tensors instead.
         self.outputs: list[tf.Tensor] = []
         self.leaves: list[tf.Tensor] = []
 
-    def cut(self, outputs: Any) -> Any:
-        """Replace the values and logits of the outputs by leaf tensors."""
-        return keras.tree.map_structure(self._cut_output, outputs)
-
-    def _cut_output(self, output: Any) -> Any:
+    def cut(self, output: Any) -> Any:
+        """Replace the value and the logits of an output by leaf tensors."""
         if not tf.is_tensor(output) or not output.dtype.is_floating:
             return output
         logits = logits_of(output)

@@ -98,11 +98,9 @@ def operations() -> list[tf.Operation]:
 
 
 def refuse_silent_zeros(model: keras.Model, start: int) -> None:
-    """Raise an error for operations from `start` on with a derivative of 0.
-
-    TensorFlow registers some gradient operations as not differentiable, for
-    example of bilinear resizing, and treats them as constants.
-    """
+    """Raise an error for operations from `start` on with a derivative of 0."""
+    # TensorFlow registers some gradient operations as not differentiable, for
+    # example of bilinear resizing, and treats them as constants.
     for operation in operations()[start:]:
         op_type = operation.type
         # The derivative of `tf.stop_gradient` is 0 by definition.
