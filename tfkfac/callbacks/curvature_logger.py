@@ -119,20 +119,17 @@ class CurvatureLogger(keras.callbacks.Callback):
     def _log(self, logs: dict[str, Any]) -> None:
         """Write all scalars; add the scalars of the model to `logs`."""
         values = list(self._values())
-        self._write([*(Value(k, float(v)) for k, v in logs.items()), *values])
+        scalars = [*(Value(k, float(v)) for k, v in logs.items()), *values]
+        if self._writer is not None:
+            with self._writer.as_default():
+                for quantity, number, layer in scalars:
+                    title = f"curvature/{quantity}/{layer}".rstrip("/")
+                    tf.summary.scalar(title, number, self._steps)
+            self._writer.flush()
         for value in values:
             if not value.layer:
                 logs[f"curvature/{value.quantity}"] = value.value
         self._logged, self._last_time = self._steps, time.perf_counter()
-
-    def _write(self, values: list[Value]) -> None:
-        if self._writer is None:
-            return
-        with self._writer.as_default():
-            for quantity, value, layer in values:
-                title = f"curvature/{quantity}/{layer}".rstrip("/")
-                tf.summary.scalar(title, value, self._steps)
-        self._writer.flush()
 
     def _values(self) -> Iterator[Value]:
         """Yield the current scalars of the optimizer."""
