@@ -160,14 +160,11 @@ class Coordinator:
                 )
 
     def _missing(self) -> list[int]:
-        """Return the workers that have not joined.
-
-        If all have joined, return those that have not called again since: they
-        may have ended.
-        """
+        """Return the workers that have not joined."""
         workers = range(1, len(self.addresses))
         if missing := [i for i in workers if i not in self._peers]:
             return missing
+        # Workers that have not called again since may have ended.
         last = max(peer.joined_s for peer in self._peers.values())
         return [i for i in workers if self._peers[i].time_s <= last]
 

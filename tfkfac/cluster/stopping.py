@@ -41,14 +41,12 @@ class Stopping(Listener):
             self._log.post(event)
 
     def end_batch(self) -> bool:
-        """Count a batch; return True if training must stop after it.
-
-        After a request, wait for the announcements of the other workers.
-        """
+        """Count a batch; return True if training must stop after it."""
         with self._changed:
             self._num_batches += 1
             if self._local_stop is None or self._num_batches < self._local_stop:
                 return False
+            # Wait for the announcements of the other workers.
             self._changed.wait_for(
                 lambda: (
                     self._peer_has_ended or self._stops.keys() == self._workers

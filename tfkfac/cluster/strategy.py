@@ -274,13 +274,11 @@ def _find_cluster(
 
 
 def _share_gpus(cluster: Cluster) -> None:
-    """Divide the GPUs of a host among its workers.
-
-    Do nothing if the launcher has assigned GPUs: then a worker sees fewer GPUs
-    than the host has workers, or Slurm sets `SLURM_GPUS_PER_TASK`.
-    """
+    """Divide the GPUs of a host among its workers."""
     hosts = [split_address(address)[0] for address in cluster.addresses]
     local = [i for i, host in enumerate(hosts) if host == hosts[cluster.index]]
+    # If the launcher has assigned GPUs, a worker sees fewer GPUs than the host
+    # has workers, or Slurm sets `SLURM_GPUS_PER_TASK`.
     gpus = tf.config.get_visible_devices("GPU")
     count = len(gpus) // len(local)
     if len(local) > 1 and count and "SLURM_GPUS_PER_TASK" not in os.environ:

@@ -213,8 +213,8 @@ class Watch(Listener):
             for event in self._peer_events
             if event.fit is None or event.fit > num_ended
         ]
-        texts = (event.text for event in self._peer_events)
-        return self._cause or next(texts, None)
+        first = self._peer_events[0].text if self._peer_events else None
+        return self._cause or first
 
     def _is_due(self, event: _PeerEvent) -> bool:
         """Return True if this worker must abort its collectives now."""
@@ -229,11 +229,9 @@ class Watch(Listener):
 
 
 def _diagnose(address: str) -> str:
-    """Return why a worker sends no heartbeats, by connecting to its port.
-
-    The system of a suspended process accepts connections; that of an ended
-    process refuses them, but not at once.
-    """
+    """Return why a worker sends no heartbeats, by connecting to its port."""
+    # The system of a suspended process accepts connections; that of an ended
+    # process refuses them, but not at once.
     try:
         for _ in range(2):
             socket.create_connection(
