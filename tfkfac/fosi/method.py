@@ -83,6 +83,7 @@ class FOSIMethod(Method):
         self, step: Step, state: State, estimate: Callable[[], None]
     ) -> None:
         """Run a worker's step; `estimate` updates the directions if due."""
+        settings = self.settings
         if state.layout.reduces_gradients:
             step.weigh()
         else:
@@ -90,13 +91,8 @@ class FOSIMethod(Method):
 
         def direction() -> Update:
             estimate()
-            return SplitUpdate(
-                step,
-                state,
-                self.rate,
-                self.settings.momentum,
-                self.settings.learning_rate_clip,
-            ).make()
+            momentum, clip = settings.momentum, settings.learning_rate_clip
+            return SplitUpdate(step, state, self.rate, momentum, clip).make()
 
         step.check_finite()
         step.apply(direction)

@@ -154,8 +154,7 @@ class MultiRoleMethod(FOSIMethod):
         def total(value: tf.Tensor) -> tf.Tensor:
             """Sum moments of batches over the replicas of the same role."""
             if not self.roles.trains(self.job.rank):
-                # Save an all-reduce: accelerators run no backward pass, so
-                # scale the local value.
+                # Accelerators run no backward pass: scale the local value.
                 return value * len(self.roles.accelerators)
             group = groups.current()
             if not group:
@@ -223,9 +222,8 @@ class MultiRoleMethod(FOSIMethod):
         streak = self.job.local_state(self.job.streaks)
         counter = replica_copy(raw_iterations(self.job.inner_optimizer).value)
         count = tf.cast(counter, tf.float64)
-        gathered = everyone.all_gather(
-            tf.concat([[count], streak.to_tensor()], 0)
-        )
+        counts = tf.concat([[count], streak.to_tensor()], 0)
+        gathered = everyone.all_gather(counts)
         if state.accelerator is not None:
             counts = gathered[self.roles.workers[0]]
             counter.assign(tf.cast(counts[0], counter.dtype))
@@ -313,14 +311,11 @@ class MultiRoleMethod(FOSIMethod):
     def _send_weights(self, state: RoleState, everyone: Communicator) -> None:
         """Broadcast the first worker's variables to the accelerators."""
         model = self.job.model
-        variables = all_variables(model)
+        variables, sender = all_variables(model), self.roles.workers[0]
         values = [tf.cast(v.value, wire_type(v)) for v in variables]
-        received = everyone.broadcast(
-            values,
-            [tf.TensorSpec(value.shape, value.dtype) for value in values],
-            self.roles.workers[0],
-            (self.roles.workers[0], *self.roles.accelerators),
-        )
+        specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
+        members = (sender, *self.roles.accelerators)
+        received = everyone.broadcast(values, specs, sender, members)
         if state.accelerator is not None and received is not None:
             for variable, value in zip(variables, received, strict=True):
                 local = replica_copy(variable.value)
@@ -359,10 +354,9 @@ class MultiRoleMethod(FOSIMethod):
                 math.prod(v.shape) * wire_type(v).size
                 for v in all_variables(self.job.model)
             )
-            num_accelerators = len(self.roles.accelerators)
-            return plain, {
-                "lanczos": estimation_bytes(layout.geometry, num_accelerators)
-            }
+            replicas = len(self.roles.accelerators)
+            lanczos = estimation_bytes(layout.geometry, replicas)
+            return plain, {"lanczos": lanczos}
         replacement = Subspace.replace_bytes(layout, self.inner())
         pieces = piece_bytes(layout, self.roles, rank)
         estimation = {"directions": pieces + replacement}
@@ -384,12 +378,12 @@ def hand_over(
     Returns both on a worker, where `spectrum` is None; None on an accelerator.
     """
     dtype, rank = layout.geometry.dtype, everyone.rank
-    values_sender = roles.accelerators[0]
+    sender = roles.accelerators[0]
     values = everyone.broadcast(
         None if spectrum is None else [spectrum.values],
         [tf.TensorSpec([layout.geometry.directions], dtype)],
-        values_sender,
-        (*roles.workers, values_sender),
+        sender,
+        (*roles.workers, sender),
     )
     received_pieces: list[tf.Tensor] = []
     for worker, accelerator, rows, elements, start in pieces(layout, roles):
@@ -398,12 +392,8 @@ def hand_over(
         if spectrum is not None and rank == accelerator:
             local = slice(elements.start - start, elements.stop - start)
             piece = [spectrum.rows[rows, local]]
-        received = everyone.broadcast(
-            piece,
-            [tf.TensorSpec(shape, dtype)],
-            accelerator,
-            (worker, accelerator),
-        )
+        spec, members = tf.TensorSpec(shape, dtype), (worker, accelerator)
+        received = everyone.broadcast(piece, [spec], accelerator, members)
         if rank == worker and received is not None:
             received_pieces += received
     if values is None or not roles.trains(rank):

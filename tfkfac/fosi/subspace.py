@@ -54,16 +54,12 @@ class Subspace(Slots):
             return self.slot(name, count, dtype, region=local)
 
         # The local block of V^T.
+        region = Region(shape, (row, column))
         self.directions = self.slot(
-            "directions",
-            layout.shape,
-            dtype,
-            region=Region(shape, (row, column)),
+            "directions", layout.shape, dtype, region=region
         )
         # The curvatures of all directions, ascending.
-        self.ritz_values = self.slot(
-            "ritz_values", [geometry.directions], dtype
-        )
+        self.ritz_values = self.slot("ritz_values", shape[:1], dtype)
         # Running mean square of the Newton steps' lengths.
         self.square = self.slot("square", dtype=dtype, least=0)
         # Local coefficients of the Newton steps' momentum.

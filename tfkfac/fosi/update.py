@@ -172,11 +172,6 @@ class SplitUpdate:
             results = [split.coefficients, *(remainders[i] for i in order)]
             return [split.valid, *(tf.identity(x) for x in results)]
 
-        def keep_gradients() -> list[tf.Tensor]:
-            if state.layout.reduces_gradients:
-                return [zeros, *step.group.all_reduce(dense)]
-            return [zeros, *dense]
-
         has_directions = state.estimations > 0
         # `valid` is equal on all replicas: all take the same branch.
         valid, *results = tf.cond(
@@ -193,8 +188,11 @@ class SplitUpdate:
             "they are dropped and estimated again.",
         )
         when(invalid, state.forget)
+        # Keep the gradients of an invalid split; sum them if they are local.
+        is_local = state.layout.reduces_gradients
+        total = step.group.all_reduce if is_local else list
         coefficients, *remainders = tf.cond(
-            valid, lambda: results, keep_gradients
+            valid, lambda: results, lambda: [zeros, *total(dense)]
         )
         remainder = iter(remainders)
         return coefficients, [
