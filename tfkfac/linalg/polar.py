@@ -111,9 +111,7 @@ def _polar(
     """Compute the polar factors of stacks `(blocks, rows, columns)`.
 
     An odd polynomial of the singular values is x times a polynomial of the
-    smaller Gram matrix. So only two products per Gram matrix contain x. The
-    polynomials of all stacks are computed together, of Gram matrices that are
-    padded to `size`.
+    smaller Gram matrix, so only two products per Gram matrix contain x.
     """
     counts = [x.shape[0] for x in stacks]
     per_gram = _POLYNOMIALS_PER_GRAM
@@ -121,6 +119,7 @@ def _polar(
     if is_tf32 and tf.config.list_logical_devices("GPU"):
         per_gram = _POLYNOMIALS_PER_GRAM_TF32
     for start in range(0, iterations, per_gram):
+        # Compute the polynomials of all stacks together.
         grams = [_gram(x, size) for x in stacks]
         gram = tf.concat(grams, 0) if len(grams) > 1 else grams[0]
         square = tf.ones([], gram.dtype)
