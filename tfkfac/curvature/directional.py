@@ -157,16 +157,10 @@ def directional_curvature(
     `unit`, the loss over the mean negative log-likelihood. `total` is a
     differentiable sum over the replicas, for synchronised layers.
     """
+    call, arguments, shares = inputs.call, inputs.arguments, inputs.shares
     values = [tf.identity(v.value) for v in variables]
     form = gauss_newton_form(
-        model,
-        inputs.call,
-        inputs.arguments,
-        variables,
-        values,
-        directions,
-        total,
-        inputs.shares,
+        model, call, arguments, variables, values, directions, total, shares
     )
     form += penalty_form(variables, values, directions) / replicas
     return tf.math.divide_no_nan(form, tf.cast(unit, tf.float64))

@@ -52,14 +52,9 @@ def gauss_newton_form(
             model_tape.watch(values)
             with tape() as inner:
                 reading = Reading(inner, outer)
+                cut = functools.partial(keras.tree.map_structure, reading.cut)
                 loss = replay_loss(
-                    model,
-                    call,
-                    arguments,
-                    variables,
-                    values,
-                    shares,
-                    functools.partial(keras.tree.map_structure, reading.cut),
+                    model, call, arguments, variables, values, shares, cut
                 )
             slopes = inner.gradient(loss, reading.leaves)
         is_used = [slope is not None for slope in slopes]
@@ -72,21 +67,12 @@ def gauss_newton_form(
         push = jacobian_product(model_tape, outputs, values)
         refuse_silent_zeros(model, num_before)
         with naming_layers(model):
-            tangents = [
-                [
-                    tf.cast(t, leaf.dtype)
-                    for t, leaf in zip(push(d), leaves, strict=True)
-                ]
-                for d in directions
-            ]
+            pushed = [push(direction) for direction in directions]
+            dtypes = [leaf.dtype for leaf in leaves]
+            tangents = [list(map(tf.cast, x, dtypes)) for x in pushed]
             images = [
-                outer.gradient(
-                    slopes,
-                    leaves,
-                    output_gradients=tangent,
-                    unconnected_gradients="zero",
-                )
-                for tangent in tangents
+                outer.gradient(slopes, leaves, x, unconnected_gradients="zero")
+                for x in tangents
             ]
     return symmetric_products(tangents, images)
 
@@ -132,9 +118,7 @@ def jacobian_product(
     dual = [tf.zeros_like(output) for output in outputs]
     with tape(persistent=True) as backward:
         backward.watch(dual)
-        pulled = dense(
-            model_tape.gradient(outputs, values, output_gradients=dual)
-        )
+        pulled = dense(model_tape.gradient(outputs, values, dual))
 
     def product(direction: Direction) -> list[tf.Tensor]:
         pairs = [
@@ -142,11 +126,9 @@ def jacobian_product(
             for p, d in zip(pulled, direction, strict=True)
             if p is not None and d is not None
         ]
+        targets, seeds = [p for p, _ in pairs], [d for _, d in pairs]
         return backward.gradient(
-            [p for p, _ in pairs],
-            dual,
-            output_gradients=[d for _, d in pairs],
-            unconnected_gradients="zero",
+            targets, dual, seeds, unconnected_gradients="zero"
         )
 
     return product

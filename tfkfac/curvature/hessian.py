@@ -61,12 +61,9 @@ def hessian_operator(
             for g, v in zip(slopes, space.split(vector), strict=True)
             if g is not None
         ]
+        targets, seeds = [g for g, _ in pairs], [v for _, v in pairs]
         with naming_layers(model):
-            images = outer.gradient(
-                [g for g, _ in pairs],
-                list(values),
-                output_gradients=[v for _, v in pairs],
-            )
+            images = outer.gradient(targets, list(values), seeds)
         return space.join(dense(images))
 
     return product

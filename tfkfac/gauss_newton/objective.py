@@ -175,9 +175,7 @@ class Jacobian:
                 outputs = self._outputs(rows, points, self.values)
                 products = rows.apply_root(outputs[..., None], first, end)
                 products = products[..., 0]
-            slopes = back.gradient(
-                products, self.values, output_gradients=vector[first:end]
-            )
+            slopes = back.gradient(products, self.values, vector[first:end])
             return end, total + self.space.join(dense(slopes))
 
         _, total = tf.while_loop(
@@ -205,8 +203,7 @@ class Jacobian:
                 with tape() as back:
                     back.watch(values)
                     outputs = self._outputs(rows, points, values)
-                seed = pair[1][None]
-                slopes = back.gradient(outputs, values, output_gradients=seed)
+                slopes = back.gradient(outputs, values, pair[1][None])
                 return self.space.join(dense(slopes))
 
             if loop:

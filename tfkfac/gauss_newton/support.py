@@ -264,8 +264,7 @@ def choose_solve_spaces(
 ) -> tuple[str, ...]:
     """Choose the space in which a step is solved; both if chosen at run time.
 
-    `residuals` is the number of residuals, None if not static; `only` is the
-    result of `why_only_parameters`.
+    `residuals` is None if not static; `only` is from `why_only_parameters`.
     """
     if only is not None:
         if solve == RESIDUALS:
