@@ -314,10 +314,7 @@ def bundles(items: Sequence[Item]) -> dict[Route, list[Item]]:
 
 
 def rounds(items: Sequence[Item]) -> list[list[Item]]:
-    """Group items into rounds: round i has the i-th message of each sender.
-
-    A round can be in transit while the senders compute the next.
-    """
+    """Group items into rounds: round i has the i-th message of each sender."""
     result: list[list[Item]] = []
     for bundle in bundles(items).values():
         remaining = iter(bundle)
@@ -339,10 +336,9 @@ def broadcast_items(
     items: Sequence[Item],
     value_of: Callable[[Item], tf.Tensor],
 ) -> dict[tuple[int, str], tf.Tensor]:
-    """Broadcast items, the same list on every worker.
+    """Broadcast items, the same list on every worker; `value_of` those sent.
 
-    `value_of` returns the value of an item that this worker sends. The result
-    has the values that this worker needs.
+    The result has the values that this worker needs.
     """
     rank = communicator.rank
     values = {
