@@ -14,7 +14,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.callbacks.backup import get_optimizer
-from tfkfac.checks import check_count
+from tfkfac.checks import check_count, if_given
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
 from tfkfac.kfac.optimizer import KFAC
@@ -80,9 +80,7 @@ class CurvatureLogger(keras.callbacks.Callback):
                 f"Received: directory={directory!r}"
             )
         self.directory = directory
-        if every is not None:
-            every = check_count("every", every, 1)
-        self.every = every
+        self.every = if_given(check_count, "every", every, 1)
         self.layers = layers
         self._steps = 0
         self._logged = 0
