@@ -15,12 +15,11 @@ from tfkfac.cluster.events import EXITED, LOST, Event, EventLog, Listener
 class Stopping(Listener):
     """Agreement on the batch after which all workers stop.
 
-    Batches are counted from the start of the process. All workers must count
-    the same batches. The log is None if there is one worker.
+    All workers must count the same batches from the start of the process.
     """
 
     def __init__(self, log: EventLog | None = None) -> None:
-        self._log = log
+        self._log = log  # None if there is one worker
         self._workers = set(range(1 if log is None else log.size))
         # Reentrant: with one worker, `_post` calls `on_event`.
         self._changed = threading.Condition()

@@ -136,10 +136,9 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 f"{communication_options.timeout_seconds}",
                 stacklevel=2,
             )
-        values = zip(
-            KERAS, (coordinator, num_processes, process_id), strict=True
-        )
-        settings = {name: value for name, value in values if value is not None}
+        values = coordinator, num_processes, process_id
+        pairs = zip(KERAS, values, strict=True)
+        settings = {name: value for name, value in pairs if value is not None}
         cluster, resolver = _find_cluster(cluster_resolver, settings)
         size = 1 if cluster is None else len(cluster.addresses)
         if size > 1 and MultiWorkerMirroredStrategy._is_created:
@@ -165,10 +164,8 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 _share_gpus(cluster)
             # With a web proxy, gRPC would hang: add the workers to
             # `no_grpc_proxy`.
-            variables = ("no_grpc_proxy", "no_proxy")
-            current_hosts = next(
-                filter(None, map(os.environ.get, variables)), ""
-            )
+            get = os.environ.get
+            current_hosts = get("no_grpc_proxy") or get("no_proxy") or ""
             hosts = (split_address(address)[0] for address in cluster.addresses)
             unproxied = filter(None, dict.fromkeys([current_hosts, *hosts]))
             os.environ.update(no_grpc_proxy=",".join(unproxied))
