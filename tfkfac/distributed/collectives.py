@@ -336,9 +336,9 @@ def broadcast_items(
     items: Sequence[Item],
     value_of: Callable[[Item], tf.Tensor],
 ) -> dict[tuple[int, str], tf.Tensor]:
-    """Broadcast items, the same list on every worker; `value_of` those sent.
+    """Broadcast items; return the values that this worker needs.
 
-    The result has the values that this worker needs.
+    All workers pass the same list; `value_of` returns a value to send.
     """
     rank = communicator.rank
     values = {

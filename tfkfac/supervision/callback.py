@@ -206,7 +206,7 @@ class Supervision(keras.callbacks.Callback):
             return
         num_left = max(self._count_updates((epochs - epoch) * steps), 1)
         if is_resumed:
-            # Another batch size, or Keras repeats an epoch.
+            # The batch size has changed, or Keras repeats an epoch.
             plan.move_end(now, num_left, steps)
         else:
             plan.begin(now, num_left, epochs, steps)
