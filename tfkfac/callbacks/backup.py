@@ -348,9 +348,8 @@ class ChiefBackup(
             is_saved = self._is_chief and self._write(self._epoch, num_done)
             # Let all workers wait until worker 0 has written the backup.
             chief, *_ = self._exchange({"saved": is_saved}, "leave")
-            outcome = (
-                "is backed up" if chief["saved"] else "ends, not backed up,"
-            )
+            saved = chief["saved"]
+            outcome = "is backed up" if saved else "ends, not backed up,"
             print_line(
                 f"SIGTERM: training {outcome} after batch {num_done} of epoch "
                 f"{self._epoch + 1}."

@@ -14,7 +14,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.callbacks.backup import get_optimizer
-from tfkfac.checks import check_count
+from tfkfac.checks import check_count, if_given
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
 from tfkfac.kfac.optimizer import KFAC
@@ -80,9 +80,7 @@ class CurvatureLogger(keras.callbacks.Callback):
                 f"Received: directory={directory!r}"
             )
         self.directory = directory
-        if every is not None:
-            every = check_count("every", every, 1)
-        self.every = every
+        self.every = if_given(check_count, "every", every, 1)
         self.layers = layers
         self._steps = 0
         self._logged = 0
@@ -119,20 +117,17 @@ class CurvatureLogger(keras.callbacks.Callback):
     def _log(self, logs: dict[str, Any]) -> None:
         """Write all scalars; add the scalars of the model to `logs`."""
         values = list(self._values())
-        self._write([*(Value(k, float(v)) for k, v in logs.items()), *values])
+        scalars = [*(Value(k, float(v)) for k, v in logs.items()), *values]
+        if self._writer is not None:
+            with self._writer.as_default():
+                for quantity, number, layer in scalars:
+                    title = f"curvature/{quantity}/{layer}".rstrip("/")
+                    tf.summary.scalar(title, number, self._steps)
+            self._writer.flush()
         for value in values:
             if not value.layer:
                 logs[f"curvature/{value.quantity}"] = value.value
         self._logged, self._last_time = self._steps, time.perf_counter()
-
-    def _write(self, values: list[Value]) -> None:
-        if self._writer is None:
-            return
-        with self._writer.as_default():
-            for quantity, value, layer in values:
-                title = f"curvature/{quantity}/{layer}".rstrip("/")
-                tf.summary.scalar(title, value, self._steps)
-        self._writer.flush()
 
     def _values(self) -> Iterator[Value]:
         """Yield the current scalars of the optimizer."""

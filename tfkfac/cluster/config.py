@@ -42,9 +42,8 @@ class Cluster:
 
 
 def read_tf_config(text: str, ray_job: str = "") -> Cluster | None:
-    """Parse a value of `TF_CONFIG`; return None for an empty value.
+    """Parse a value of `TF_CONFIG`; None if empty, or for an evaluator.
 
-    Also return None for an evaluator, which does not train with the workers.
     The identity of the job is a hash of the addresses, with Ray's job id
     `ray_job` if Ray has set `TF_CONFIG`.
     """

@@ -77,8 +77,7 @@ class Coordinator:
     def serve(self, probe: Callable[[], str]) -> Iterator[None]:
         """Serve at the port of worker 0, as soon as the port is free.
 
-        `probe` returns the job of another worker 0 that uses the port; "" if
-        the port is used by another program.
+        `probe` returns the job of another worker 0 that uses the port, or "".
         """
         cluster, wait = self._cluster, self._wait
         deadline = time.monotonic() + wait.remaining(waiting.TIMEOUT_S)
@@ -130,9 +129,8 @@ class Coordinator:
                 if self._failure:
                     raise RefusedError(self._failure)
                 self._wait.check(missing)
-                self._changed.wait(
-                    self._wait.remaining(waiting.POLL_INTERVAL_S)
-                )
+                interval_s = self._wait.remaining(waiting.POLL_INTERVAL_S)
+                self._changed.wait(interval_s)
                 limit = time.monotonic() - waiting.lease_s(len(self.addresses))
                 for worker, peer in list(self._peers.items()):
                     if peer.time_s < limit:
@@ -160,14 +158,11 @@ class Coordinator:
                 )
 
     def _missing(self) -> list[int]:
-        """Return the workers that have not joined.
-
-        If all have joined, return those that have not called again since: they
-        may have ended.
-        """
+        """Return the workers that have not joined."""
         workers = range(1, len(self.addresses))
         if missing := [i for i in workers if i not in self._peers]:
             return missing
+        # Workers that have not called again since may have ended.
         last = max(peer.joined_s for peer in self._peers.values())
         return [i for i in workers if self._peers[i].time_s <= last]
 

@@ -46,10 +46,7 @@ class Listener:
 
 
 class EventLog:
-    """Send events to all workers, this worker included, and receive them.
-
-    With `size` 1 there is no store: the events stay in the process.
-    """
+    """Send events to all workers, this worker included, and receive them."""
 
     def __init__(self, index: int, size: int) -> None:
         self.index = index
@@ -99,13 +96,10 @@ class EventLog:
                     number += 1
 
     def _receive(self) -> None:
-        """Wait for the events of the store in their order.
-
-        Each call waits for long: TensorFlow 2.21 leaks 20 KB in a call that
-        ends by its timeout.
-        """
+        """Wait for the events of the store in their order."""
         with contextlib.suppress(tf.errors.OpError):  # worker 0 is gone
             while not self._has_exited.is_set():
+                # Wait for long: TensorFlow 2.21 leaks 20 KB with each timeout.
                 text = get_text(f"{_KEYS}/{self._num_received}", _RECEIVE_S)
                 if text is not None:
                     self._num_received += 1
@@ -158,11 +152,7 @@ class EventLog:
         return {0}
 
     def _exit(self) -> None:
-        """Announce the exit of this process, for a limited time.
-
-        The store ends with worker 0, so worker 0 waits until the others have
-        received its exit.
-        """
+        """Announce the exit of this process, for a limited time."""
         if os.getpid() != self._process:  # a forked child has no threads
             return
         self.post(EXITED)
@@ -171,6 +161,7 @@ class EventLog:
         self._has_exited.wait(_EXIT_TIMEOUT_S)
         if self.index > 0:
             return
+        # The store ends with worker 0: wait until the others know.
         deadline = time.monotonic() + _EXIT_TIMEOUT_S
         for worker in {*range(1, self.size)} - self._absent:
             with contextlib.suppress(tf.errors.OpError):

@@ -29,12 +29,9 @@ WORKER_0, PEER = "worker 0", "peer of worker 0"
 
 
 def read_secret(environment: Mapping[str, str]) -> bytes:
-    """Return the secret of the job from `TFKFAC_SECRET`; b"" if it is unset.
-
-    A value that begins with "/" is the path of a file that contains the secret.
-    """
+    """Return the secret of the job from `TFKFAC_SECRET`; b"" if it is unset."""
     value = environment.get(SECRET_VARIABLE, "").strip()
-    if not value.startswith("/"):
+    if not value.startswith("/"):  # else it is the path of a file
         return value.encode(errors="surrogateescape")
     cause = "the file is empty"
     try:
@@ -63,16 +60,14 @@ def encode(content: Message, secret: bytes, role: str) -> bytes:
 
 
 def decode(data: bytes, secret: bytes, role: str) -> tuple[Message, bool]:
-    """Parse a message; also return True if its HMAC is valid.
-
-    The text of the ValueError does not quote the message.
-    """
+    """Parse a message; also return True if its HMAC is valid."""
     try:
         text, signature = json.loads(data)
         content = json.loads(text)
         expected = _sign(text, secret, role)
         is_valid = hmac.compare_digest(expected.encode(), signature.encode())
     except (ValueError, TypeError, AttributeError, RecursionError):
+        # Do not quote the message.
         raise ValueError("it is not a message of the rendezvous") from None
     if not isinstance(content, dict):
         raise ValueError("it is not an object of JSON")

@@ -111,10 +111,7 @@ class _Client:
             return ""
 
     def join(self) -> tuple[list[str], int]:
-        """Repeat the request until worker 0 starts all workers.
-
-        Return the addresses of all workers, and the common random integer.
-        """
+        """Repeat the request until worker 0 sends all addresses and a seed."""
         size = len(self._cluster.addresses)
         with socket.socket() as port_holder:
             port_holder.bind(("", 0))  # reserve a port for TensorFlow
@@ -176,10 +173,7 @@ class _Client:
 
 
 def _diagnose(host: str, port: int, seconds: float) -> str:
-    """Return why no worker 0 answers at an address.
-
-    A thread connects, because name resolution has no timeout.
-    """
+    """Return why no worker 0 answers at an address."""
     name = f"the host name {quote(host)} cannot be resolved"
     causes: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -198,6 +192,7 @@ def _diagnose(host: str, port: int, seconds: float) -> str:
             cause = f"it cannot be reached ({error.strerror or error})"
         causes.put(cause)
 
+    # Use a thread: name resolution has no timeout.
     threading.Thread(target=connect, daemon=True).start()
     try:
         return causes.get(timeout=seconds + waiting.POLL_INTERVAL_S)

@@ -15,12 +15,11 @@ from tfkfac.cluster.events import EXITED, LOST, Event, EventLog, Listener
 class Stopping(Listener):
     """Agreement on the batch after which all workers stop.
 
-    Batches are counted from the start of the process. All workers must count
-    the same batches. The log is None if there is one worker.
+    All workers must count the same batches from the start of the process.
     """
 
     def __init__(self, log: EventLog | None = None) -> None:
-        self._log = log
+        self._log = log  # None if there is one worker
         self._workers = set(range(1 if log is None else log.size))
         # Reentrant: with one worker, `_post` calls `on_event`.
         self._changed = threading.Condition()
@@ -41,14 +40,12 @@ class Stopping(Listener):
             self._log.post(event)
 
     def end_batch(self) -> bool:
-        """Count a batch; return True if training must stop after it.
-
-        After a request, wait for the announcements of the other workers.
-        """
+        """Count a batch; return True if training must stop after it."""
         with self._changed:
             self._num_batches += 1
             if self._local_stop is None or self._num_batches < self._local_stop:
                 return False
+            # Wait for the announcements of the other workers.
             self._changed.wait_for(
                 lambda: (
                     self._peer_has_ended or self._stops.keys() == self._workers

@@ -136,10 +136,9 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 f"{communication_options.timeout_seconds}",
                 stacklevel=2,
             )
-        values = zip(
-            KERAS, (coordinator, num_processes, process_id), strict=True
-        )
-        settings = {name: value for name, value in values if value is not None}
+        values = coordinator, num_processes, process_id
+        pairs = zip(KERAS, values, strict=True)
+        settings = {name: value for name, value in pairs if value is not None}
         cluster, resolver = _find_cluster(cluster_resolver, settings)
         size = 1 if cluster is None else len(cluster.addresses)
         if size > 1 and MultiWorkerMirroredStrategy._is_created:
@@ -165,10 +164,8 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 _share_gpus(cluster)
             # With a web proxy, gRPC would hang: add the workers to
             # `no_grpc_proxy`.
-            variables = ("no_grpc_proxy", "no_proxy")
-            current_hosts = next(
-                filter(None, map(os.environ.get, variables)), ""
-            )
+            get = os.environ.get
+            current_hosts = get("no_grpc_proxy") or get("no_proxy") or ""
             hosts = (split_address(address)[0] for address in cluster.addresses)
             unproxied = filter(None, dict.fromkeys([current_hosts, *hosts]))
             os.environ.update(no_grpc_proxy=",".join(unproxied))
@@ -274,13 +271,11 @@ def _find_cluster(
 
 
 def _share_gpus(cluster: Cluster) -> None:
-    """Divide the GPUs of a host among its workers.
-
-    Do nothing if the launcher has assigned GPUs: then a worker sees fewer GPUs
-    than the host has workers, or Slurm sets `SLURM_GPUS_PER_TASK`.
-    """
+    """Divide the GPUs of a host among its workers."""
     hosts = [split_address(address)[0] for address in cluster.addresses]
     local = [i for i, host in enumerate(hosts) if host == hosts[cluster.index]]
+    # If the launcher has assigned GPUs, a worker sees fewer GPUs than the host
+    # has workers, or Slurm sets `SLURM_GPUS_PER_TASK`.
     gpus = tf.config.get_visible_devices("GPU")
     count = len(gpus) // len(local)
     if len(local) > 1 and count and "SLURM_GPUS_PER_TASK" not in os.environ:

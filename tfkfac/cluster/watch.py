@@ -119,9 +119,9 @@ class Watch(Listener):
 
     def _explain(self, error: BaseException) -> str | None:
         """Wait for the cause of a failed collective; None for other errors."""
-        if not isinstance(
-            error, tf.errors.OpError
-        ) or not _COLLECTIVE_TEXT.search(error.message):
+        if not isinstance(error, tf.errors.OpError):
+            return None
+        if not _COLLECTIVE_TEXT.search(error.message):
             return None
         with self._changed:
             return self._changed.wait_for(self._find_cause, _CAUSE_TIMEOUT_S)
@@ -213,8 +213,8 @@ class Watch(Listener):
             for event in self._peer_events
             if event.fit is None or event.fit > num_ended
         ]
-        texts = (event.text for event in self._peer_events)
-        return self._cause or next(texts, None)
+        first = self._peer_events[0].text if self._peer_events else None
+        return self._cause or first
 
     def _is_due(self, event: _PeerEvent) -> bool:
         """Return True if this worker must abort its collectives now."""
@@ -229,16 +229,13 @@ class Watch(Listener):
 
 
 def _diagnose(address: str) -> str:
-    """Return why a worker sends no heartbeats, by connecting to its port.
-
-    The system of a suspended process accepts connections; that of an ended
-    process refuses them, but not at once.
-    """
+    """Return why a worker sends no heartbeats, by connecting to its port."""
+    # The system of a suspended process accepts connections; that of an ended
+    # process refuses them, but not at once.
     try:
+        endpoint = split_address(address)
         for _ in range(2):
-            socket.create_connection(
-                split_address(address), _PROBE_TIMEOUT_S
-            ).close()
+            socket.create_connection(endpoint, _PROBE_TIMEOUT_S).close()
             time.sleep(_PROBE_INTERVAL_S)
     except ConnectionRefusedError:
         return "is gone without a word: it was killed"
@@ -309,9 +306,8 @@ class StallDetector(Listener):
             for identifier, frame in sys._current_frames().items():
                 code, line = frame.f_code, frame.f_lineno
                 file = pathlib.Path(code.co_filename).name
-                if identifier != threading.get_ident() and (
-                    file not in _IDLE_FILES
-                ):
+                is_other = identifier != threading.get_ident()
+                if is_other and file not in _IDLE_FILES:
                     functions.append(f"{code.co_name} ({file}:{line})")
             self._log.post({"place": f"is in {', '.join(functions)}"})
         elif "place" in event:

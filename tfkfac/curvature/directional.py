@@ -32,12 +32,9 @@ class LossInputs:
     """Inputs of the loss of a mini-batch on one replica."""
 
     call: ForwardCall
-    arguments: dict[str, Any]
-    """Arguments of `compute_loss`, without `y_pred`."""
-    shares: Sequence[tf.Tensor]
-    """Weight of each loss on this replica, see `weigh`."""
-    summed: Sequence[bool]
-    """For each loss, True if it is the sum over its terms."""
+    arguments: dict[str, Any]  # of `compute_loss`, without `y_pred`
+    shares: Sequence[tf.Tensor]  # weight of each loss here, see `weigh`
+    summed: Sequence[bool]  # for each loss, True for a sum over its terms
 
     @classmethod
     def of(
@@ -71,7 +68,6 @@ class LossInputs:
         if are_separate is False:
             return self
         selection = choose(size_of(leaves[0], 0))
-        weight = selection.weight
 
         def take(leaf: Any) -> Any:
             if not _has_examples(leaf):
@@ -87,6 +83,7 @@ class LossInputs:
         shares = self.shares
         if any(self.summed):
             shares = shares or [tf.ones([], tf.float64)] * len(self.summed)
+            weight = selection.weight
             if are_separate is not True:
                 weight = tf.where(are_separate, weight, 1.0)
             shares = [
@@ -100,11 +97,7 @@ class LossInputs:
 
 
 def takes_any_batch(model: keras.Model, call: ForwardCall) -> bool:
-    """True if a call of a model can be repeated with other batch sizes.
-
-    A custom layer may contain the batch size as a constant. If the model has
-    custom layers, the call is traced with another batch size.
-    """
+    """True if a call of a model can be repeated with other batch sizes."""
     if not getattr(model, "inputs", None):  # not functional
         return False
     ends = keras.tree.flatten([model.inputs, model.outputs])
@@ -112,6 +105,8 @@ def takes_any_batch(model: keras.Model, call: ForwardCall) -> bool:
         return False
     if all(map(has_keras_call, all_layers(model))):
         return True
+    # A custom layer may contain the batch size as a constant: trace the call
+    # with another size.
     inputs = (call.args, call.kwargs)
     leaves = [x for x in keras.tree.flatten(inputs) if _has_examples(x)]
     if not all(isinstance(x, tf.Tensor) for x in leaves):
@@ -162,30 +157,22 @@ def directional_curvature(
     `unit`, the loss over the mean negative log-likelihood. `total` is a
     differentiable sum over the replicas, for synchronised layers.
     """
+    call, arguments, shares = inputs.call, inputs.arguments, inputs.shares
     values = [tf.identity(v.value) for v in variables]
     form = gauss_newton_form(
-        model,
-        inputs.call,
-        inputs.arguments,
-        variables,
-        values,
-        directions,
-        total,
-        inputs.shares,
+        model, call, arguments, variables, values, directions, total, shares
     )
     form += penalty_form(variables, values, directions) / replicas
     return tf.math.divide_no_nan(form, tf.cast(unit, tf.float64))
 
 
 def _are_separate(leaves: Sequence[Any]) -> bool | tf.Tensor:
-    """True if all leading dimensions are equal, and no other is as large.
-
-    A bool if all sizes are known: a model that needs another batch size then
-    fails when it is traced, not when it runs.
-    """
+    """True if all leading dimensions are equal, and no other is as large."""
     shapes = [tf.TensorShape(leaf.shape) for leaf in leaves]
     if len({shape[0] for shape in shapes} - {None}) > 1:
         return False
+    # With a bool, a model that needs another batch size fails when it is
+    # traced, not when it runs.
     if all(shape.is_fully_defined() for shape in shapes):
         return all(shapes[0][0] not in shape[1:] for shape in shapes)
     dynamic_shapes = [tf.shape(leaf) for leaf in leaves]

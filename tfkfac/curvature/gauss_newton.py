@@ -6,6 +6,7 @@ the model outputs, or the logits for Keras' cross-entropies after Keras' softmax
 or sigmoid. H is positive semidefinite if the loss is convex in its inputs.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,14 +52,9 @@ def gauss_newton_form(
             model_tape.watch(values)
             with tape() as inner:
                 reading = Reading(inner, outer)
+                cut = functools.partial(keras.tree.map_structure, reading.cut)
                 loss = replay_loss(
-                    model,
-                    call,
-                    arguments,
-                    variables,
-                    values,
-                    shares,
-                    reading.cut,
+                    model, call, arguments, variables, values, shares, cut
                 )
             slopes = inner.gradient(loss, reading.leaves)
         is_used = [slope is not None for slope in slopes]
@@ -71,41 +67,27 @@ def gauss_newton_form(
         push = jacobian_product(model_tape, outputs, values)
         refuse_silent_zeros(model, num_before)
         with naming_layers(model):
-            tangents = [
-                [
-                    tf.cast(t, leaf.dtype)
-                    for t, leaf in zip(push(d), leaves, strict=True)
-                ]
-                for d in directions
-            ]
+            pushed = [push(direction) for direction in directions]
+            dtypes = [leaf.dtype for leaf in leaves]
+            tangents = [list(map(tf.cast, x, dtypes)) for x in pushed]
             images = [
-                outer.gradient(
-                    slopes,
-                    leaves,
-                    output_gradients=tangent,
-                    unconnected_gradients="zero",
-                )
-                for tangent in tangents
+                outer.gradient(slopes, leaves, x, unconnected_gradients="zero")
+                for x in tangents
             ]
     return symmetric_products(tangents, images)
 
 
 class Reading:
-    """Replace the inputs of a loss by leaf tensors that tapes watch.
-
-    The `leaves` replace the `outputs`: model outputs, and logits where known.
-    """
+    """Replace the inputs of a loss by leaf tensors that tapes watch."""
 
     def __init__(self, *tapes: tf.GradientTape) -> None:
         self._tapes = tapes
+        # Model outputs, and logits where known, and the tensors instead.
         self.outputs: list[tf.Tensor] = []
         self.leaves: list[tf.Tensor] = []
 
-    def cut(self, outputs: Any) -> Any:
-        """Replace the values and logits of the outputs by leaf tensors."""
-        return keras.tree.map_structure(self._cut_output, outputs)
-
-    def _cut_output(self, output: Any) -> Any:
+    def cut(self, output: Any) -> Any:
+        """Replace the value and the logits of an output by leaf tensors."""
         if not tf.is_tensor(output) or not output.dtype.is_floating:
             return output
         logits = logits_of(output)
@@ -136,9 +118,7 @@ def jacobian_product(
     dual = [tf.zeros_like(output) for output in outputs]
     with tape(persistent=True) as backward:
         backward.watch(dual)
-        pulled = dense(
-            model_tape.gradient(outputs, values, output_gradients=dual)
-        )
+        pulled = dense(model_tape.gradient(outputs, values, dual))
 
     def product(direction: Direction) -> list[tf.Tensor]:
         pairs = [
@@ -146,11 +126,9 @@ def jacobian_product(
             for p, d in zip(pulled, direction, strict=True)
             if p is not None and d is not None
         ]
+        targets, seeds = [p for p, _ in pairs], [d for _, d in pairs]
         return backward.gradient(
-            [p for p, _ in pairs],
-            dual,
-            output_gradients=[d for _, d in pairs],
-            unconnected_gradients="zero",
+            targets, dual, seeds, unconnected_gradients="zero"
         )
 
     return product

@@ -62,12 +62,9 @@ def hessian_operator(
             for g, v in zip(slopes, space.split(vector), strict=True)
             if g is not None
         ]
+        targets, seeds = [g for g, _ in pairs], [v for _, v in pairs]
         with naming_layers(model):
-            images = outer.gradient(
-                [g for g, _ in pairs],
-                list(values),
-                output_gradients=[v for _, v in pairs],
-            )
+            images = outer.gradient(targets, list(values), seeds)
         return space.join(dense(images))
 
     return product
@@ -99,11 +96,9 @@ def operations() -> list[tf.Operation]:
 
 
 def refuse_silent_zeros(model: keras.Model, start: int) -> None:
-    """Raise an error for operations from `start` on with a derivative of 0.
-
-    TensorFlow registers some gradient operations as not differentiable, for
-    example of bilinear resizing, and treats them as constants.
-    """
+    """Raise an error for operations from `start` on with a derivative of 0."""
+    # TensorFlow registers some gradient operations as not differentiable, for
+    # example of bilinear resizing, and treats them as constants.
     for operation in operations()[start:]:
         op_type = operation.type
         # The derivative of `tf.stop_gradient` is 0 by definition.

@@ -20,10 +20,7 @@ _MAX_SHOWN = 4  # differences in an error message
 def check_agreement(
     description: Mapping[str, Any], communicator: Communicator
 ) -> None:
-    """Raise a ValueError on all workers if their descriptions differ.
-
-    Every worker must call this function.
-    """
+    """Raise a ValueError on all workers if their descriptions differ."""
     differences = find_differences(exchange(description, communicator))
     if differences:
         raise ValueError(
@@ -56,10 +53,7 @@ def find_differences(
     descriptions: Sequence[Mapping[str, Any]],
     sources: Sequence[str] | None = None,
 ) -> list[str]:
-    """List the entries that differ between descriptions, as text.
-
-    `sources` says where each description is from, by default on a worker.
-    """
+    """List the entries that differ, as text, with the `sources` of values."""
     sources = sources or [f"on worker {i}" for i in range(len(descriptions))]
     names = dict.fromkeys(name for d in descriptions for name in d)
     differences = []
@@ -79,18 +73,12 @@ def first_of(differences: Sequence[str]) -> str:
 
 def _describe(values: Sequence[Any], sources: Sequence[str]) -> str:
     """Format the values of all sources; omit list entries that all have."""
-    if not all(isinstance(value, list) for value in values):
-        return _by_source(values, sources)
-    lists: Sequence[list[Any]] = values
-    uncommon = [
-        [entry for entry in local if any(entry not in x for x in lists)]
-        for local in lists
-    ]
-    if not any(uncommon):
-        return "in another order"
-    return _by_source(uncommon, sources)
-
-
-def _by_source(values: Sequence[Any], sources: Sequence[str]) -> str:
+    if all(isinstance(value, list) for value in values):
+        values = [
+            [entry for entry in local if any(entry not in x for x in values)]
+            for local in values
+        ]
+        if not any(values):
+            return "in another order"
     pairs = zip(values, sources, strict=True)
     return ", ".join(f"{value!r} {source}" for value, source in pairs)

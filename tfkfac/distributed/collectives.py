@@ -39,25 +39,16 @@ BUCKET_BYTES = 4 * 2**20
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Communicator:
-    """Collectives that one replica runs in a group, for one traced graph.
+    """Collectives that one replica runs in a group, for one traced graph."""
 
-    Attributes:
-        rank: Index of this replica in the group.
-        size: Number of members of the group.
-        scope: Unique name of this communicator in the job, equal on all
-            members.
-        hint: Communication hint: "nccl" or "ring" on GPUs, else "auto".
-        one_process: True if all members share a process, where TensorFlow's
-            newer collectives do not work.
-        token: The replica's ordering token; None only in eager mode.
-    """
-
-    rank: int
-    size: int
-    scope: str
-    hint: str = "auto"
+    rank: int  # index of this replica in the group
+    size: int  # number of members of the group
+    scope: str  # unique name in the job, equal on all members
+    hint: str = "auto"  # "nccl" or "ring" on GPUs
+    # True if all members share a process, where TensorFlow's newer collectives
+    # do not work.
     one_process: bool = False
-    token: tf.Variable | None = None
+    token: tf.Variable | None = None  # ordering token; None only in eager mode
     _calls: int = dataclasses.field(default=0, init=False)
 
     def among(self, members: tuple[int, ...]) -> "Communicator":
@@ -88,8 +79,7 @@ class Communicator:
     ) -> list[tf.Tensor]:
         """Sum tensors of static shape; bitwise equal results on all members.
 
-        `dtype` is the dtype of messages, by default each tensor's. The sums
-        have the dtypes of the tensors.
+        `dtype` is the dtype of messages, by default each tensor's.
         """
         if self.size == 1 or not tensors:
             return list(tensors)
@@ -142,62 +132,47 @@ class Communicator:
     ) -> list[tf.Tensor] | None:
         """Send tensors from the rank `root` to `members`, which include it.
 
-        Args:
-            tensors: The tensors; used on the root only.
-            like: Shapes and dtypes of the tensors.
-            root: Rank of the sender.
-            members: Ranks in ascending order; other replicas get None.
+        `tensors` is used on the root only. Replicas that are not members get
+        None.
         """
         results: list[tf.Tensor] = []
         remaining = iter(tensors or ())
         for bucket in split_buckets(like):
-            sent = None
-            if self.rank == root:
-                sent = flatten(list(itertools.islice(remaining, len(bucket))))
             size = sum(math.prod(spec.shape) for spec in bucket)
             spec = tf.TensorSpec([size], bucket[0].dtype)
-            flat = self._broadcast_flat(sent, spec, root, members)
-            if flat is not None:
-                results += unflatten(flat, bucket)
+            group, instance = self._keys("broadcast", members, root, spec)
+            if self.rank not in members:
+                continue
+            # Send bfloat16 as float16 with the same bits: the broadcast
+            # operations do not support bfloat16.
+            is_bitcast = spec.dtype == tf.bfloat16
+            arguments = {
+                "group_size": len(members),
+                "group_key": group,
+                "instance_key": instance,
+                "shape": [size],
+                "communication_hint": self.hint,
+            }
+            if self.rank == root:
+                flat = flatten(list(itertools.islice(remaining, len(bucket))))
+                sent = tf.bitcast(flat, tf.float16) if is_bitcast else flat
+                send = tf.raw_ops.CollectiveBcastSend
+                self._launch(functools.partial(send, input=sent, **arguments))
+            else:
+                arguments["T"] = tf.float16 if is_bitcast else spec.dtype
+                receive = tf.raw_ops.CollectiveBcastRecv
+                flat = self._launch(functools.partial(receive, **arguments))
+                flat = tf.bitcast(flat, spec.dtype) if is_bitcast else flat
+            results += unflatten(flat, bucket)
         return results if self.rank in members else None
-
-    def _broadcast_flat(
-        self,
-        flat: tf.Tensor | None,
-        spec: tf.TensorSpec,
-        root: int,
-        members: tuple[int, ...],
-    ) -> tf.Tensor | None:
-        group, instance = self._keys("broadcast", members, root, spec)
-        if self.rank not in members:
-            return None
-        # Send bfloat16 as float16 with the same bits: the broadcast operations
-        # do not support bfloat16.
-        is_bitcast = spec.dtype == tf.bfloat16
-        arguments = {
-            "group_size": len(members),
-            "group_key": group,
-            "instance_key": instance,
-            "shape": list(spec.shape),
-            "communication_hint": self.hint,
-        }
-        if self.rank == root:
-            sent = tf.bitcast(flat, tf.float16) if is_bitcast else flat
-            send = tf.raw_ops.CollectiveBcastSend
-            self._launch(functools.partial(send, input=sent, **arguments))
-            return flat
-        arguments["T"] = tf.float16 if is_bitcast else spec.dtype
-        receive = tf.raw_ops.CollectiveBcastRecv
-        received = self._launch(functools.partial(receive, **arguments))
-        return tf.bitcast(received, spec.dtype) if is_bitcast else received
 
     def all_come(self, meeting: str, moment: str, seconds: float) -> bool:
         """Wait for all members; return True, on all members, if all come.
 
-        This is not a collective: if a member is missing, the others continue
-        with False. A name of a `meeting` can be used only once; `moment` is the
-        training position, which must be equal on all members.
+        `moment` is the training position, which must be equal on all members.
+        A name of a `meeting` can be used only once.
         """
+        # Not a collective: if a member is missing, the others continue.
         key = f"{self.scope} {meeting}"
         try:
             set_text(f"{key}/{self.rank}", moment)
@@ -211,6 +186,12 @@ class Communicator:
             return get_text(f"{key}/result", seconds) == str(True)
         except tf.errors.OpError:  # the first member is gone
             return False
+
+    def differentiable_sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Sum a tensor over the group, with derivatives of any order."""
+        return with_gradient(
+            lambda t: self.all_reduce([t])[0], tensor, self.differentiable_sum
+        )
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """Stack a tensor of static shape from all members, by rank."""
@@ -253,25 +234,13 @@ class Communicator:
         root: int,
         tensor: tf.Tensor | tf.TensorSpec,
     ) -> tuple[int, int]:
-        """Return the group key and the instance key of the next collective.
-
-        The keys depend on the message and not on the number of traces, which
-        may differ between workers.
-        """
+        """Return the group key and the instance key of the next collective."""
+        # Independent of the number of traces, which may differ between workers.
         self._calls += 1
         group = stable_key(self.scope, members)
         shape = tuple(tensor.shape)
         message = (name, members, root, shape, tensor.dtype.name, self._calls)
         return group, stable_key(self.scope, message)
-
-
-def differentiable_sum(group: Communicator, tensor: tf.Tensor) -> tf.Tensor:
-    """Sum a tensor over a group, with derivatives of any order."""
-
-    def total(x: tf.Tensor) -> tf.Tensor:
-        return with_gradient(lambda t: group.all_reduce([t])[0], x, total)
-
-    return total(tensor)
 
 
 def stable_key(*parts: object) -> int:
@@ -281,10 +250,8 @@ def stable_key(*parts: object) -> int:
 
 
 def sum_dtype(dtype: tf.DType, hint: str) -> tf.DType:
-    """Return the dtype in which collectives sum tensors of `dtype`.
-
-    TensorFlow cannot sum bfloat16 on GPUs, where `hint` is not "auto".
-    """
+    """Return the dtype in which collectives sum tensors of `dtype`."""
+    # TensorFlow cannot sum bfloat16 on GPUs, where `hint` is not "auto".
     return tf.float32 if dtype == tf.bfloat16 and hint != "auto" else dtype
 
 
@@ -325,26 +292,21 @@ def unflatten(
 # ------------------------------------------------------- messages of items
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A tensor of a layer that one worker sends to others.
-
-    Attributes:
-        spec: Shape and dtype in messages.
-        root: Rank of the sender.
-        members: Ranks of the sender and the receivers, ascending.
-    """
+    """A tensor of a layer that one worker sends to others."""
 
     layer: int
     name: str
-    spec: tf.TensorSpec
-    root: int
-    members: tuple[int, ...]
+    spec: tf.TensorSpec  # shape and dtype in messages
+    root: int  # rank of the sender
+    members: tuple[int, ...]  # the sender and the receivers, ascending
 
 
-def bundles(
-    items: Sequence[Item],
-) -> dict[tuple[int, tuple[int, ...]], list[Item]]:
+Route = tuple[int, tuple[int, ...]]  # rank of the sender, and all members
+
+
+def bundles(items: Sequence[Item]) -> dict[Route, list[Item]]:
     """Group items by sender and members, in the order of the items."""
-    groups: dict[tuple[int, tuple[int, ...]], list[Item]] = {}
+    groups: dict[Route, list[Item]] = {}
     for item in items:
         if len(item.members) > 1:
             groups.setdefault((item.root, item.members), []).append(item)
@@ -352,10 +314,7 @@ def bundles(
 
 
 def rounds(items: Sequence[Item]) -> list[list[Item]]:
-    """Group items into rounds: round i has the i-th message of each sender.
-
-    A round can be in transit while the senders compute the next.
-    """
+    """Group items into rounds: round i has the i-th message of each sender."""
     result: list[list[Item]] = []
     for bundle in bundles(items).values():
         remaining = iter(bundle)
@@ -377,10 +336,9 @@ def broadcast_items(
     items: Sequence[Item],
     value_of: Callable[[Item], tf.Tensor],
 ) -> dict[tuple[int, str], tf.Tensor]:
-    """Broadcast items, the same list on every worker.
+    """Broadcast items; return the values that this worker needs.
 
-    `value_of` returns the value of an item that this worker sends. The result
-    has the values that this worker needs.
+    All workers pass the same list; `value_of` returns a value to send.
     """
     rank = communicator.rank
     values = {

@@ -46,16 +46,12 @@ Shapes = Mapping[str, Work | tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """Use of the workers in one of the distribution modes of K-FAC.
+    """Use of the workers in one of the distribution modes of K-FAC."""
 
-    Attributes:
-        gradient_workers: Number of gradient workers per layer; "fraction" if
-            set by `gradient_worker_fraction`.
-        reduces_factors: True if factors are averaged over the batches of all
-            workers. False if a factor uses only its owner's batches.
-    """
-
+    # Number per layer; "fraction" if set by `gradient_worker_fraction`.
     gradient_workers: Literal["all", "one", "fraction"]
+    # True if factors are averaged over the batches of all workers. False if a
+    # factor uses only its owner's batches.
     reduces_factors: bool = True
     policy: str = "compute"
 
@@ -73,12 +69,12 @@ MODES: dict[str, Mode] = {
 class LayerPlan:
     """Owners, gradient workers and receivers of one layer."""
 
+    # Worker that decomposes a factor, by the factor's name.
     owners: Mapping[str, int]
-    """Worker that decomposes a factor, by the factor's name."""
+    # Workers that need all decompositions, in ascending order.
     gradient_workers: tuple[int, ...]
-    """Workers that need all decompositions, in ascending order."""
+    # Workers that receive the preconditioned gradient, by its sender.
     receivers: Mapping[int, tuple[int, ...]]
-    """Workers that receive the preconditioned gradient, by its sender."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,15 +150,10 @@ def plan_layers(
     - `hybrid_opt`: each layer has an owner; the gradient workers are the
       owner's column of the grid. Equal to `comm_opt` if `fraction=1`.
 
-    Args:
-        shapes: Factors of every layer, or their shapes, by name.
-        workers: Number of workers.
-        mode: One of `MODES`.
-        fraction: Fraction of the workers that are gradient workers of a layer;
-            with `hybrid_opt` only. Defaults to about half of the workers.
-        policy: One of `POLICIES`. Defaults to the mode's policy.
-        whole_layers: True to give all factors of a layer the same owner, also
-            with `comm_opt`.
+    `shapes` has the factors of every layer, or their shapes, by name.
+    `fraction` is for `hybrid_opt`, by default about half. `policy` is by
+    default the mode's policy. With `whole_layers`, all factors of a layer have
+    the same owner, also with `comm_opt`.
     """
     settings = MODES[mode]
     if policy is None:
@@ -177,7 +168,7 @@ def plan_layers(
     ]
     owners: list[dict[str, int]]
     if settings.reduces_factors and count == workers and not whole_layers:
-        # Assign single factors; the grid has one column with all workers.
+        # The grid has one column with all workers.
         costs = [c for layer in work for c in layer.values()]
         assigned = iter(assign(costs, workers, policy))
         owners = [{name: next(assigned) for name in layer} for layer in work]

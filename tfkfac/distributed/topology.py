@@ -18,20 +18,12 @@ _UNSUPPORTED = (
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """The synchronous replicas of a job.
+    """The synchronous replicas of a job."""
 
-    Attributes:
-        replicas: Number of replicas.
-        local: Ranks of the replicas in this process.
-        devices: Device of each local replica; None is TensorFlow's default.
-        hint: Communication hint for collectives: "nccl" or "ring" on GPUs, else
-            "auto".
-    """
-
-    replicas: int
-    local: tuple[int, ...]
-    devices: tuple[str | None, ...]
-    hint: str
+    replicas: int  # number of replicas
+    local: tuple[int, ...]  # ranks of the replicas in this process
+    devices: tuple[str | None, ...]  # of local replicas; None: the default
+    hint: str  # for collectives: "nccl" or "ring" on GPUs, else "auto"
 
     @property
     def processes(self) -> int:
@@ -55,24 +47,18 @@ def find_topology(strategy: tf.distribute.Strategy) -> Topology:
     if replicas == 1:
         return Topology(1, (0,), (None,), "auto")
     devices = local_devices(strategy)
-    first_rank = 0
+    process = 0
     if replicas > len(devices):
-        first_rank = len(devices) * task_position(strategy.cluster_resolver)
+        resolver = strategy.cluster_resolver
+        if resolver.task_type != "chief":
+            cluster = resolver.cluster_spec().as_dict()
+            process = len(cluster.get("chief", ())) + resolver.task_id
+    first_rank = len(devices) * process
     local = tuple(range(first_rank, first_rank + len(devices)))
     hint = "auto"
     if all("GPU" in device.upper() for device in devices):
         hint = "ring" if uses_ring(strategy) else "nccl"
     return Topology(replicas, local, devices, hint)
-
-
-def task_position(
-    resolver: tf.distribute.cluster_resolver.ClusterResolver,
-) -> int:
-    """Return the index of this task among the workers; 0 for the chief."""
-    cluster = resolver.cluster_spec().as_dict()
-    if resolver.task_type == "chief":
-        return 0
-    return len(cluster.get("chief", ())) + resolver.task_id
 
 
 def check_strategy(strategy: tf.distribute.Strategy) -> None:
@@ -89,11 +75,7 @@ def check_strategy(strategy: tf.distribute.Strategy) -> None:
 # ------------------------------------------------------------------ roles
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """Ranks of the workers, and of the accelerators of MR-DHO2.
-
-    Accelerators only estimate curvature. Without them, the workers estimate
-    curvature between their steps.
-    """
+    """Ranks of the workers, and of the accelerators of MR-DHO2."""
 
     workers: tuple[int, ...]
     accelerators: tuple[int, ...] = ()
@@ -109,10 +91,8 @@ class Roles:
 
 def assign_roles(replicas: int, accelerator_fraction: float) -> Roles:
     """Make a fraction of the replicas, the last ones, accelerators."""
-    if accelerator_fraction == 0:
-        return Roles(tuple(range(replicas)))
     count = math.floor(accelerator_fraction * replicas + 0.5)
-    if not 0 < count < replicas:
+    if accelerator_fraction != 0 and not 0 < count < replicas:
         missing = "accelerator" if count == 0 else "worker"
         raise ValueError(
             "Argument `accelerator_fraction` must leave at least one worker "

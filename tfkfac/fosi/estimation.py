@@ -13,11 +13,7 @@ import tensorflow as tf
 from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.compat.graphs import copied_rows, state_variable
 from tfkfac.curvature.hessian import flat_space, hessian_operator
-from tfkfac.distributed.collectives import (
-    Communicator,
-    all_reduce_bytes,
-    differentiable_sum,
-)
+from tfkfac.distributed.collectives import Communicator, all_reduce_bytes
 from tfkfac.fosi.layouts import Geometry
 from tfkfac.linalg.lanczos import (
     Candidate,
@@ -43,9 +39,8 @@ class Estimation:
     """The distributed Lanczos iteration on one replica (DHO2, algorithm 2).
 
     Each replica keeps a slice of every row of the basis. The operator is the
-    mean of the Hessians of the replicas of a group, weighted by their shares
-    of the examples. Local Hessians would differ between the slices, so the
-    operator would not be symmetric.
+    sum of the weighted Hessians of all replicas: local Hessians would differ
+    between the slices, so the operator would not be symmetric.
     """
 
     def __init__(
@@ -58,11 +53,10 @@ class Estimation:
 
     def iteration(self, local: Product) -> Lanczos:
         """Return the Lanczos iteration for the sum of all local operators."""
-        group = self.group
 
         def product(row: tf.Tensor) -> tf.Tensor:
-            image = local(self.shards.gather(row, group))
-            return self.shards.reduce(image, group)
+            image = local(self.shards.gather(row, self.group))
+            return self.shards.reduce(image, self.group)
 
         return Lanczos(product, self.geometry.size, self.draw, self.sum)
 
@@ -75,10 +69,6 @@ class Estimation:
         padded = tf.pad(numbers, [[0, limit - count]])
         (total,) = self.group.all_reduce([tf.ensure_shape(padded, [limit])])
         return total[:count]
-
-    def differentiable_sum(self, vector: tf.Tensor) -> tf.Tensor:
-        """Sum over the group, with derivatives of any order."""
-        return differentiable_sum(self.group, vector)
 
     def draw(self, index: int | tf.Tensor) -> tf.Tensor:
         """Slice of a random vector of norm near 1; index -1: start vector."""
@@ -113,12 +103,10 @@ def estimation_bytes(geometry: Geometry, replicas: int) -> int:
 
 
 class HeldBatches:
-    """Copies of the last batch of each tensor structure, for later steps.
-
-    Not a dict of the accelerator: checkpoints would track its variables.
-    """
+    """Copies of the last batch of each tensor structure, for later steps."""
 
     def __init__(self) -> None:
+        # Checkpoints would track a dict of the accelerator.
         self._variables: dict[str, list[tf.Variable | None]] = {}
 
     def pairs(self, batch: Any) -> list[tuple[tf.Variable | None, Any]]:
@@ -217,7 +205,7 @@ class Accelerator(Slots):
             ForwardCall(args, kwargs, None),
             arguments,
             space.split(tf.convert_to_tensor(self.weights)),
-            estimation.differentiable_sum,
+            estimation.group.differentiable_sum,
             shares,
         )
         iteration = estimation.iteration(local_hessian)

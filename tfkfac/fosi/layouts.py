@@ -15,8 +15,7 @@ from tfkfac.linalg.vectors import padded_size, row_products
 class Shards:
     """Slices of equal length of a vector; the last slices end in zeros.
 
-    Rank i has slice `i % count`. `padded` maps the least sufficient length of
-    a slice to the length to use.
+    Rank i has slice `i % count`.
     """
 
     def __init__(
@@ -24,17 +23,13 @@ class Shards:
     ) -> None:
         self.size = size
         self.count = count
-        self.length = padded(-(-size // count))
+        self.length = padded(-(-size // count))  # of a slice
+        self.padded_size = self.count * self.length
 
     def local_range(self, rank: int) -> slice:
         """Return the range of a rank's slice, without padding; may be empty."""
         start = min(rank % self.count * self.length, self.size)
         return slice(start, min(start + self.length, self.size))
-
-    @property
-    def padded_size(self) -> int:
-        """Length of the padded vector, `count * length`."""
-        return self.count * self.length
 
     def local_slice(self, vector: tf.Tensor, rank: int) -> tf.Tensor:
         """Return a rank's slices of vectors `(..., size or padded_size)`."""
@@ -172,11 +167,7 @@ class Layout(abc.ABC):
         self.elements = elements
         self.slices = geometry.slices(workers)
         self.item = int(geometry.dtype.size)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of a worker's block of V^T."""
-        return self.columns.length, self.elements.length
+        self.shape = columns.length, elements.length  # of a block of V^T
 
     def ranges(self, rank: int) -> tuple[slice, slice]:
         """Return the directions and the elements of a worker's block of V^T."""
@@ -219,10 +210,7 @@ class Layout(abc.ABC):
 
     @abc.abstractmethod
     def projection_bytes(self, early_step: bool) -> int:
-        """Bytes that a worker receives for the projections of a step.
-
-        `early_step` is True if `project_out` has a subspace step.
-        """
+        """Bytes received in a step; `early_step`: with a subspace step."""
 
     def reduce_bytes(self, count: int) -> int:
         """Bytes that a worker receives in an all-reduce of `count` numbers."""
@@ -296,10 +284,7 @@ class RowsLayout(Layout):
 
 
 class ColumnsLayout(Layout):
-    """A worker keeps whole directions, as published (DHO2, algorithm 3).
-
-    Every product with V all-reduces a vector of length n.
-    """
+    """A worker keeps whole directions, as published (DHO2, algorithm 3)."""
 
     def __init__(self, geometry: Geometry, workers: int) -> None:
         columns = Shards(geometry.directions, workers)
@@ -307,6 +292,7 @@ class ColumnsLayout(Layout):
         self.reduces_gradients = False
         self.length = geometry.size
         self.coefficients_bytes = 0
+        # Every product with V all-reduces a vector of length n.
         self.combine_bytes = self.reduce_bytes(geometry.size)
         block = columns.length * self.slices.length
         self.arrangement_bytes = block * (workers - 1) * self.item

@@ -82,10 +82,8 @@ class FOSIMethod(Method):
     def train(
         self, step: Step, state: State, estimate: Callable[[], None]
     ) -> None:
-        """Run the step of a worker (not an accelerator).
-
-        `estimate` replaces the directions if an estimation is due.
-        """
+        """Run a worker's step; `estimate` updates the directions if due."""
+        settings = self.settings
         if state.layout.reduces_gradients:
             step.weigh()
         else:
@@ -93,13 +91,8 @@ class FOSIMethod(Method):
 
         def direction() -> Update:
             estimate()
-            return SplitUpdate(
-                step,
-                state,
-                self.rate,
-                self.settings.momentum,
-                self.settings.learning_rate_clip,
-            ).make()
+            momentum, clip = settings.momentum, settings.learning_rate_clip
+            return SplitUpdate(step, state, self.rate, momentum, clip).make()
 
         step.check_finite()
         step.apply(direction)
@@ -118,7 +111,7 @@ class FOSIMethod(Method):
                 call,
                 dict(step.batch.arguments),
                 [tf.identity(v.value) for v in job.model.trainable_variables],
-                estimation.differentiable_sum,
+                group.differentiable_sum,
                 step.loss.shares,
             )
             spectrum = estimation.run(local)
@@ -135,12 +128,11 @@ class FOSIMethod(Method):
     @override
     def set_run_length(self, steps: int | None) -> None:
         """Set the default warm-up, unless it is already set or over."""
-        is_set = [
-            max(int(state.warmup.numpy()), int(state.last.numpy())) >= 0
-            for state in self.states[:1]
-        ]
-        if self.settings.warmup_steps is not None or any(is_set):
+        if self.settings.warmup_steps is not None:
             return
+        for state in self.states[:1]:
+            if max(int(state.warmup.numpy()), int(state.last.numpy())) >= 0:
+                return
         job, warmup = self.job, -1
         if steps is not None:
             accumulated = job.inner_optimizer.gradient_accumulation_steps or 1
@@ -241,9 +233,15 @@ class FOSIMethod(Method):
         job, geometry, state = self.job, self.geometry, self.state_bytes()
         count = int(self.states[0].estimations.numpy()) if self.states else 0
         first = self.first(int(job.clock))
-        roles = self.role_rows()
-        if job.topology.replicas > 1:
-            roles.insert(2, ("Layout", self.settings.layout))
+        roles = []
+        if (replicas := job.topology.replicas) > 1:
+            workers = self.peers(0)
+            accelerators = range(len(workers), replicas)
+            roles = [
+                ("Workers", ", ".join(map(str, workers))),
+                ("Accelerators", ", ".join(map(str, accelerators)) or "-"),
+                ("Layout", self.settings.layout),
+            ]
         rows = [
             ("Weights", f"{geometry.size:,}"),
             (
@@ -273,14 +271,6 @@ class FOSIMethod(Method):
         if updates > warmup:
             return ""
         return f"the first before update {warmup + 1:,}"
-
-    def role_rows(self) -> list[tuple[str, str]]:
-        """Summary rows of the roles of the replicas."""
-        replicas = self.job.topology.replicas
-        if replicas == 1:
-            return []
-        workers = ", ".join(map(str, range(replicas)))
-        return [("Workers", workers), ("Accelerators", "-")]
 
     @override
     def state_bytes(self) -> dict[str, int]:

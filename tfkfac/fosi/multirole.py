@@ -26,8 +26,9 @@ from tfkfac.compat.graphs import (
 )
 from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.compat.overrides import Below, replace_moments
-from tfkfac.distributed.collectives import Communicator, differentiable_sum
+from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import Roles, assign_roles
+from tfkfac.fosi import update
 from tfkfac.fosi.estimation import (
     Accelerator,
     Estimation,
@@ -37,12 +38,6 @@ from tfkfac.fosi.estimation import (
 from tfkfac.fosi.layouts import Geometry, Layout
 from tfkfac.fosi.method import FOSIMethod, Settings
 from tfkfac.fosi.subspace import State, Subspace
-from tfkfac.fosi.update import (
-    add_to_weights,
-    adopt,
-    flat_gradient,
-    flat_weights,
-)
 from tfkfac.loss.batch import find_call
 from tfkfac.saving.entries import Contents
 from tfkfac.saving.slots import Slots
@@ -120,11 +115,9 @@ class RoleState(State):
 
     @override
     def contents(self) -> Contents:
-        """Return the state to save, without the estimation in progress.
-
-        No file has the section "estimation", so every load resets the progress
-        on all replicas. The next interval starts a new estimation.
-        """
+        """Return the state to save, without the estimation in progress."""
+        # No file has the section "estimation", so every load resets the
+        # progress on all replicas. The next interval starts a new estimation.
         resets = {"estimation": lambda: self.progress.assign(0)}
         return dataclasses.replace(super().contents(), optional_sections=resets)
 
@@ -161,14 +154,13 @@ class MultiRoleMethod(FOSIMethod):
         def total(value: tf.Tensor) -> tf.Tensor:
             """Sum moments of batches over the replicas of the same role."""
             if not self.roles.trains(self.job.rank):
-                # Save an all-reduce: accelerators run no backward pass, so
-                # scale the local value.
+                # Accelerators run no backward pass: scale the local value.
                 return value * len(self.roles.accelerators)
             group = groups.current()
             if not group:
                 everyone = self.job.group("moments")
                 group.append(everyone.among(self.peers(everyone.rank)))
-            return differentiable_sum(group[0], value)
+            return group[0].differentiable_sum(value)
 
         def moments(original: Below, /, *args: Any) -> Any:
             """Sum the batch moments of a layer in training steps."""
@@ -188,13 +180,13 @@ class MultiRoleMethod(FOSIMethod):
 
     @override
     def new(self, rank: int, layout: Layout) -> RoleState:
-        count = len(self.roles.accelerators)
         subspace = accelerator = final = None
         if self.roles.trains(rank):
             subspace = Subspace(layout, self.inner(), rank)
             if self.settings.final_update == "paper":
                 final = FinalUpdate(layout.geometry)
         else:
+            count = len(self.roles.accelerators)
             accelerator = Accelerator(layout.geometry, count)
         return RoleState(layout, subspace, accelerator, final)
 
@@ -215,10 +207,10 @@ class MultiRoleMethod(FOSIMethod):
             # Add the gradient to the sum of gradients.
             final = state.final_update
             role_step.reduce()
-            when(begins, lambda: final.begin(flat_weights(model)))
+            when(begins, lambda: final.begin(update.flat_weights(model)))
 
             def direction() -> Update:
-                final.gradient_sum.assign_add(flat_gradient(role_step))
+                final.gradient_sum.assign_add(update.flat_gradient(role_step))
                 return Update(role_step.gradients)
 
             role_step.check_finite()
@@ -230,9 +222,8 @@ class MultiRoleMethod(FOSIMethod):
         streak = self.job.local_state(self.job.streaks)
         counter = replica_copy(raw_iterations(self.job.inner_optimizer).value)
         count = tf.cast(counter, tf.float64)
-        gathered = everyone.all_gather(
-            tf.concat([[count], streak.to_tensor()], 0)
-        )
+        counts = tf.concat([[count], streak.to_tensor()], 0)
+        gathered = everyone.all_gather(counts)
         if state.accelerator is not None:
             counts = gathered[self.roles.workers[0]]
             counter.assign(tf.cast(counts[0], counter.dtype))
@@ -241,10 +232,7 @@ class MultiRoleMethod(FOSIMethod):
         self._send_weights(state, everyone)
 
     def _schedule(self, state: RoleState) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return if an estimation begins, and the next `progress`.
-
-        Both are equal on all replicas.
-        """
+        """Return if an estimation begins, and the next `progress`."""
         clock = self.job.clock
         idle = tf.equal(state.progress, 0)
         begins = self.timing.begins(clock, state) & idle
@@ -280,7 +268,7 @@ class MultiRoleMethod(FOSIMethod):
         current = call.args, call.kwargs, arguments, shares
 
         def begin() -> None:
-            accelerator.begin(current, flat_weights(model), estimation)
+            accelerator.begin(current, update.flat_weights(model), estimation)
 
         def advance() -> tf.Tensor:
             progress = tf.convert_to_tensor(state.progress)
@@ -307,15 +295,15 @@ class MultiRoleMethod(FOSIMethod):
                 spectrum = state.accelerator.spectrum(estimation)
             received = hand_over(spectrum, state.layout, self.roles, everyone)
             if received is not None:
-                adopt(state, *received, peers, self.job)
+                update.adopt(state, *received, peers, self.job)
                 if state.final_update is not None:
-                    weights = flat_weights(self.job.model)
+                    weights = update.flat_weights(self.job.model)
                     alpha = self.rate.at(self.job, state)
                     subspace = state.existing_subspace
                     change = state.final_update.change(
                         weights, subspace, tf.cast(alpha, weights.dtype), peers
                     )
-                    add_to_weights(self.job.model, change)
+                    update.add_to_weights(self.job.model, change)
             state.progress.assign(0)
 
         when(ends, send)
@@ -323,14 +311,11 @@ class MultiRoleMethod(FOSIMethod):
     def _send_weights(self, state: RoleState, everyone: Communicator) -> None:
         """Broadcast the first worker's variables to the accelerators."""
         model = self.job.model
-        variables = all_variables(model)
+        variables, sender = all_variables(model), self.roles.workers[0]
         values = [tf.cast(v.value, wire_type(v)) for v in variables]
-        received = everyone.broadcast(
-            values,
-            [tf.TensorSpec(value.shape, value.dtype) for value in values],
-            self.roles.workers[0],
-            (self.roles.workers[0], *self.roles.accelerators),
-        )
+        specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
+        members = (sender, *self.roles.accelerators)
+        received = everyone.broadcast(values, specs, sender, members)
         if state.accelerator is not None and received is not None:
             for variable, value in zip(variables, received, strict=True):
                 local = replica_copy(variable.value)
@@ -346,13 +331,6 @@ class MultiRoleMethod(FOSIMethod):
             return f"the first after update {wait:,}" if updates < wait else ""
         text = f"the first begins before update {wait + 1:,}"
         return text if updates <= wait else ""
-
-    @override
-    def role_rows(self) -> list[tuple[str, str]]:
-        return [
-            ("Workers", ", ".join(map(str, self.roles.workers))),
-            ("Accelerators", ", ".join(map(str, self.roles.accelerators))),
-        ]
 
     @override
     def estimation_state_bytes(self, state: RoleState) -> dict[str, int]:
@@ -376,10 +354,9 @@ class MultiRoleMethod(FOSIMethod):
                 math.prod(v.shape) * wire_type(v).size
                 for v in all_variables(self.job.model)
             )
-            num_accelerators = len(self.roles.accelerators)
-            return plain, {
-                "lanczos": estimation_bytes(layout.geometry, num_accelerators)
-            }
+            replicas = len(self.roles.accelerators)
+            lanczos = estimation_bytes(layout.geometry, replicas)
+            return plain, {"lanczos": lanczos}
         replacement = Subspace.replace_bytes(layout, self.inner())
         pieces = piece_bytes(layout, self.roles, rank)
         estimation = {"directions": pieces + replacement}
@@ -401,12 +378,12 @@ def hand_over(
     Returns both on a worker, where `spectrum` is None; None on an accelerator.
     """
     dtype, rank = layout.geometry.dtype, everyone.rank
-    values_sender = roles.accelerators[0]
+    sender = roles.accelerators[0]
     values = everyone.broadcast(
         None if spectrum is None else [spectrum.values],
         [tf.TensorSpec([layout.geometry.directions], dtype)],
-        values_sender,
-        (*roles.workers, values_sender),
+        sender,
+        (*roles.workers, sender),
     )
     received_pieces: list[tf.Tensor] = []
     for worker, accelerator, rows, elements, start in pieces(layout, roles):
@@ -415,19 +392,14 @@ def hand_over(
         if spectrum is not None and rank == accelerator:
             local = slice(elements.start - start, elements.stop - start)
             piece = [spectrum.rows[rows, local]]
-        received = everyone.broadcast(
-            piece,
-            [tf.TensorSpec(shape, dtype)],
-            accelerator,
-            (worker, accelerator),
-        )
+        spec, members = tf.TensorSpec(shape, dtype), (worker, accelerator)
+        received = everyone.broadcast(piece, [spec], accelerator, members)
         if rank == worker and received is not None:
             received_pieces += received
     if values is None or not roles.trains(rank):
         return None
-    block = tf.zeros([0, 0], dtype)
-    if received_pieces:
-        block = tf.concat(received_pieces, 1)
+    empty = [tf.zeros([0, 0], dtype)]
+    block = tf.concat(received_pieces or empty, 1)
     padding = [
         [0, size - present]
         for size, present in zip(layout.shape, block.shape, strict=True)
@@ -438,10 +410,7 @@ def hand_over(
 def pieces(
     layout: Layout, roles: Roles
 ) -> Iterator[tuple[int, int, slice, slice, int]]:
-    """Yield the pieces of V^T that accelerators send to workers.
-
-    A piece is (worker, accelerator, directions, elements, first held element).
-    """
+    """Yield the pieces of V^T that accelerators send to workers."""
     shards = layout.geometry.slices(len(roles.accelerators))
     for position, worker in enumerate(roles.workers):
         rows, elements = layout.ranges(position)
@@ -450,17 +419,17 @@ def pieces(
             start = max(elements.start, sent.start)
             stop = min(elements.stop, sent.stop)
             if start < stop and rows.start < rows.stop:
+                # `sent.start` is the accelerator's first element.
                 yield worker, accelerator, rows, slice(start, stop), sent.start
 
 
 def piece_bytes(layout: Layout, roles: Roles, rank: int) -> int:
     """Bytes that a replica receives in `hand_over`."""
-    item = layout.geometry.dtype.size
     count = layout.geometry.directions if roles.trains(rank) else 0
     for worker, _, rows, elements, _ in pieces(layout, roles):
         if worker == rank:
             count += (rows.stop - rows.start) * (elements.stop - elements.start)
-    return count * item
+    return count * layout.item
 
 
 def all_variables(model: keras.Model) -> list[keras.Variable]:

@@ -54,16 +54,12 @@ class Subspace(Slots):
             return self.slot(name, count, dtype, region=local)
 
         # The local block of V^T.
+        region = Region(shape, (row, column))
         self.directions = self.slot(
-            "directions",
-            layout.shape,
-            dtype,
-            region=Region(shape, (row, column)),
+            "directions", layout.shape, dtype, region=region
         )
         # The curvatures of all directions, ascending.
-        self.ritz_values = self.slot(
-            "ritz_values", [geometry.directions], dtype
-        )
+        self.ritz_values = self.slot("ritz_values", shape[:1], dtype)
         # Running mean square of the Newton steps' lengths.
         self.square = self.slot("square", dtype=dtype, least=0)
         # Local coefficients of the Newton steps' momentum.
@@ -163,12 +159,10 @@ class Subspace(Slots):
         return all_reduce_bytes(item, layout.workers)
 
     def inverse_curvature(self, rank: int) -> tf.Tensor:
-        """Return `1 / |lambda|` of the local directions; 0 if not `is_strong`.
-
-        `1 / lambda` would increase the loss along negative curvature.
-        """
+        """`1 / |lambda|` of the local directions; 0 if not `is_strong`."""
         values = tf.convert_to_tensor(self.ritz_values)
         strong = is_strong(values)
+        # `1 / lambda` would increase the loss along negative curvature.
         safe = tf.where(strong, tf.abs(values), tf.ones_like(values))
         inverse = tf.where(strong, 1 / safe, tf.zeros_like(values))
         return self.layout.columns.local_slice(inverse, rank)
@@ -262,13 +256,11 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class NewtonRate:
-    """The learning rate of Newton steps.
+    """The learning rate of Newton steps."""
 
-    For a number `alpha`, the rate is `alpha * rate / largest_rate`, with the
-    inner learning rate and its largest value so far.
-    """
-
-    alpha: Hyperparameter  # a schedule gives the rate directly
+    # A schedule is the rate. A number is multiplied by the inner learning rate
+    # over its largest value so far.
+    alpha: Hyperparameter
 
     def record_largest(self, job: Job, state: State) -> None:
         """Update the largest inner learning rate; call once per step."""

@@ -19,10 +19,7 @@ from tfkfac.training.step import Gradients, Step, Update, indices_in
 
 
 def is_plain_sgd(job: Job) -> bool:
-    """Return True for SGD whose weight change is linear in the gradients.
-
-    Excludes weights of a lower precision than the directions.
-    """
+    """Return True for SGD whose weight change is linear in the gradients."""
     inner, weights = job.inner_optimizer, job.model.trainable_variables
     nonlinear_options = (
         inner.weight_decay,
@@ -34,6 +31,7 @@ def is_plain_sgd(job: Job) -> bool:
     return (
         type(inner) is keras.optimizers.SGD
         and not any(nonlinear_options)
+        # Exclude weights of a lower precision than the directions.
         and {tf.as_dtype(v.dtype) for v in weights}
         == {flat_space(weights).dtype}
     )
@@ -136,19 +134,15 @@ class SplitUpdate:
             _, remainders = self._split(self._sgd_step)
             if not self._scales_rate():
                 return Update(remainders)
-            return Update(
-                remainders,
-                self._add_after(lambda d: (self._rate_scale() - 1) * d),
-            )
+            add = self._add_after(lambda d: (self._rate_scale() - 1) * d)
+            return Update(remainders, add)
         coefficients, remainders = self._split()
         accumulated = self.state.existing_subspace.accumulated
         if accumulated is not None:  # the mean over accumulation steps
             steps = self.step.job.inner_optimizer.gradient_accumulation_steps
             accumulated.assign_add(coefficients / steps)
-        return Update(
-            remainders,
-            self._add_after(lambda d: self._correct(d, coefficients)),
-        )
+        add = self._add_after(lambda d: self._correct(d, coefficients))
+        return Update(remainders, add)
 
     # ---------------------------------------------------------- the gradient
     def _split(
@@ -178,11 +172,6 @@ class SplitUpdate:
             results = [split.coefficients, *(remainders[i] for i in order)]
             return [split.valid, *(tf.identity(x) for x in results)]
 
-        def keep_gradients() -> list[tf.Tensor]:
-            if state.layout.reduces_gradients:
-                return [zeros, *step.group.all_reduce(dense)]
-            return [zeros, *dense]
-
         has_directions = state.estimations > 0
         # `valid` is equal on all replicas: all take the same branch.
         valid, *results = tf.cond(
@@ -199,8 +188,11 @@ class SplitUpdate:
             "they are dropped and estimated again.",
         )
         when(invalid, state.forget)
+        # Keep the gradients of an invalid split; sum them if they are local.
+        is_local = state.layout.reduces_gradients
+        total = step.group.all_reduce if is_local else list
         coefficients, *remainders = tf.cond(
-            valid, lambda: results, keep_gradients
+            valid, lambda: results, lambda: [zeros, *total(dense)]
         )
         remainder = iter(remainders)
         return coefficients, [
@@ -230,9 +222,9 @@ class SplitUpdate:
         self, correction: Callable[[tf.Tensor], tf.Tensor]
     ) -> Callable[[], None]:
         """Callback that adds `correction(d)` after the inner step."""
-        model = self.step.job.model
+        model, length = self.step.job.model, self.state.layout.length
         weights = model.trainable_variables
-        space, length = flat_space(weights), self.state.layout.length
+        space = flat_space(weights)
         order = indices_in(self.step, weights)
         old_values = [tf.identity(v.value) for v in weights]
 
@@ -282,14 +274,11 @@ class SplitUpdate:
         return isinstance(inner, keras.optimizers.SGD) and self.rate_clip > 1
 
     def _rate_scale(self) -> tf.Tensor:
-        """`s = clip(lambda_max / lambda_k, 1, rate_clip)`.
-
-        The upper bound if `lambda_k <= 0 < lambda_max`; 1 if
-        `lambda_max <= 0`.
-        """
+        """`s = clip(lambda_max / lambda_k, 1, rate_clip)`."""
         largest = self.state.layout.geometry.largest
         values = tf.convert_to_tensor(self.state.existing_subspace.ritz_values)
         top, kth = values[-1], values[-max(largest, 1)]
+        # The upper bound if `lambda_k <= 0 < lambda_max`; 1 if no `lambda > 0`.
         ratio = tf.math.divide_no_nan(top, kth)
         ratio = tf.where(kth > 0, ratio, values.dtype.max)
         ratio = tf.where(top > 0, ratio, tf.ones_like(ratio))

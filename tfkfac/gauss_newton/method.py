@@ -11,18 +11,9 @@ from tfkfac.capture.model_taps import ForwardTap
 from tfkfac.compat.graphs import Tracked
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import all_reduce_bytes
+from tfkfac.gauss_newton import support
 from tfkfac.gauss_newton.objective import Jacobian, Objective, activations
-from tfkfac.gauss_newton.solve import NormalEquations, Search, search
-from tfkfac.gauss_newton.support import (
-    DEFAULT_MAX_BYTES,
-    PARAMETERS,
-    RESIDUALS,
-    Limits,
-    check_model,
-    choose_solve_spaces,
-    l2_of,
-    why_only_parameters,
-)
+from tfkfac.gauss_newton.solve import NormalEquations, Search, search, unit
 from tfkfac.linalg.symmetric import pack, packed_size, unpack
 from tfkfac.linalg.vectors import FlatSpace
 from tfkfac.saving.entries import Contents
@@ -121,13 +112,13 @@ class GaussNewtonMethod(Method):
         spaces = self.spaces(objective, residuals)
         # Limit the residuals, unless the space of weights can be used.
         checks: list[tf.Operation] = []
-        if PARAMETERS not in spaces and not isinstance(residuals, int):
+        if support.PARAMETERS not in spaces and not isinstance(residuals, int):
             checks = [self.limits.check_residuals(residuals)]
+        # Limit the scalars that a backward pass stores.
+        max_examples = max(support.MAX_STORED // max(self.activations, 1), 1)
         with tf.control_dependencies(checks):
-            limits = self.limits
-            before, jacobian = objective.at_weights(
-                limits.block, limits.pass_examples
-            )
+            block = self.limits.block
+            before, jacobian = objective.at_weights(block, max_examples)
         state = self.job.local_state(self.states)
         # Drop Keras' gradients, which the Jacobian makes redundant.
         indices = iter(indices_in(step, model.trainable_variables))
@@ -167,7 +158,7 @@ class GaussNewtonMethod(Method):
     ) -> Search:
         """Try dampings, solving in `space`, until a step lowers the loss."""
         derivatives: Callable[[tf.Tensor], tf.Tensor]
-        if space == RESIDUALS:
+        if space == support.RESIDUALS:
             residuals = jacobian.residuals()
             matrix = jacobian.matrix()
             equations = NormalEquations.of_residuals(matrix, residuals)
@@ -184,15 +175,15 @@ class GaussNewtonMethod(Method):
             # Diagonal of R, the Hessian of the L2 penalties.
             ridge = self.space.join(
                 [
-                    2 * l2_of(v) * tf.ones(v.shape, self.space.dtype)
+                    2 * support.l2_of(v) * tf.ones(v.shape, self.space.dtype)
                     for v in self.job.model.trainable_variables
                 ]
             )
             diagonal = tf.linalg.diag_part(matrix) + ridge
-            equations = NormalEquations.of_weights(
-                tf.linalg.set_diag(matrix, diagonal),
-                gradient + ridge * self.space.join(jacobian.values),
-            )
+            matrix = tf.linalg.set_diag(matrix, diagonal)
+            gradient += ridge * self.space.join(jacobian.values)
+            scale = unit(tf.reduce_mean(tf.linalg.diag_part(matrix)))
+            equations = NormalEquations(matrix, gradient, gradient, scale)
 
             def derivatives(change: tf.Tensor) -> tf.Tensor:
                 vector = jacobian.second_derivatives(change)
@@ -219,11 +210,11 @@ class GaussNewtonMethod(Method):
         # Several replicas may have different numbers of residuals.
         is_known = isinstance(residuals, int) and replicas == 1
         terms = objective.step.batch.terms
-        return choose_solve_spaces(
+        return support.choose_solve_spaces(
             self.limits,
             self.settings.solve,
             residuals if is_known else None,
-            why_only_parameters(self.job.model, replicas, terms),
+            support.why_only_parameters(self.job.model, replicas, terms),
         )
 
     # --------------------------------------------------- binding and state
@@ -243,18 +234,22 @@ class GaussNewtonMethod(Method):
         return flat_space(self.job.model.trainable_variables)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> support.Limits:
         """The sizes of a step, and its memory limit."""
-        max_bytes = self.settings.max_bytes or DEFAULT_MAX_BYTES
+        max_bytes = self.settings.max_bytes or support.DEFAULT_MAX_BYTES
         n, dtype = self.space.size, self.space.dtype
-        return Limits(n, dtype, max_bytes, self.outputs, self.activations)
+        return support.Limits(
+            n, dtype, max_bytes, self.outputs, self.activations
+        )
 
     @override
     def create(self) -> Sequence[Tracked]:
         model, replicas = self.job.model, self.job.topology.replicas
-        check_model(model)
-        only = why_only_parameters(model, replicas)
-        choose_solve_spaces(self.limits, self.settings.solve, None, only)
+        support.check_model(model)
+        only = support.why_only_parameters(model, replicas)
+        support.choose_solve_spaces(
+            self.limits, self.settings.solve, None, only
+        )
         if not self.states:
             damping, space = self.settings.damping, self.space
             self.states = self.job.for_each(lambda rank: State(damping, space))
@@ -285,8 +280,8 @@ class GaussNewtonMethod(Method):
     def summary(self) -> list[str]:
         job, last, limits = self.job, self.last_step(), self.limits
         state = bytes_text(self.state_bytes()["total"])
-        only = why_only_parameters(job.model, job.topology.replicas)
-        solve = self.settings.solve if only is None else PARAMETERS
+        only = support.why_only_parameters(job.model, job.topology.replicas)
+        solve = self.settings.solve if only is None else support.PARAMETERS
         titles = [
             f"GaussNewton '{job.name}' of model '{job.model.name}': "
             f"{self.space.size:,} weights n in {self.space.dtype.name}, "

@@ -97,11 +97,11 @@ class Jacobian:
 
     def residuals(self) -> tf.Tensor:
         """The residuals r, `(m,)`."""
-        by_rows = [
-            tf.concat([r.root.residuals(r.slopes) for r in rows.loss_inputs], 1)
-            for rows in self.rows
-        ]
-        return tf.concat([tf.reshape(r, [-1]) for r in by_rows], 0)
+        by_rows = []
+        for rows in self.rows:
+            columns = [x.root.residuals(x.slopes) for x in rows.loss_inputs]
+            by_rows.append(tf.reshape(tf.concat(columns, 1), [-1]))
+        return tf.concat(by_rows, 0)
 
     def gram_matrix(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Return `K^T K`, `(n, n)`, and the gradient of the loss, `(n,)`."""
@@ -124,11 +124,9 @@ class Jacobian:
             stop = tf.minimum(first + block, examples)
             jacobian = output_rows(first, stop)
             column = tf.reshape(slopes[first:stop], [-1, 1])
-            gradient += tf.matmul(flat(jacobian), column, transpose_a=True)[
-                :, 0
-            ]
+            slope = tf.matmul(flat(jacobian), column, transpose_a=True)
             block_bands = bands(flat(rows.apply_root(jacobian, first, stop)))
-            return stop, gradient, *map(tf.add, sums, block_bands)
+            return stop, gradient + slope[:, 0], *map(tf.add, sums, block_bands)
 
         _, *sums = tf.while_loop(
             lambda first, *_: first < examples,
@@ -153,13 +151,10 @@ class Jacobian:
             tf.concat([flat_output(r.output, r) for r in rows.loss_inputs], 1)
             for rows in self.rows
         ]
-        squared_fraction = _DIFFERENCE_FRACTION**2
-        products = [
-            rows.apply_root(((p - 2 * y + q) / squared_fraction)[..., None])
-            for rows, p, y, q in zip(
-                self.rows, plus, center, minus, strict=True
-            )
-        ]
+        products = []
+        for rows, p, y, q in zip(self.rows, plus, center, minus, strict=True):
+            second = (p - 2 * y + q) / _DIFFERENCE_FRACTION**2
+            products.append(rows.apply_root(second[..., None]))
         return tf.concat([tf.reshape(y, [-1]) for y in products], 0)
 
     def pull(self, vector: tf.Tensor) -> tf.Tensor:
@@ -178,12 +173,9 @@ class Jacobian:
             with tape() as back:
                 back.watch(self.values)
                 outputs = self._outputs(rows, points, self.values)
-                products = rows.apply_root(outputs[..., None], first, end)[
-                    ..., 0
-                ]
-            slopes = back.gradient(
-                products, self.values, output_gradients=vector[first:end]
-            )
+                products = rows.apply_root(outputs[..., None], first, end)
+                products = products[..., 0]
+            slopes = back.gradient(products, self.values, vector[first:end])
             return end, total + self.space.join(dense(slopes))
 
         _, total = tf.while_loop(
@@ -196,8 +188,8 @@ class Jacobian:
 
     def _output_rows(self, rows: Rows) -> Callable[..., tf.Tensor]:
         """Return a function from a range to its J, `(examples, size, n)`."""
-        seeds = tf.eye(rows.size, dtype=self.space.dtype)
         loop, dtype = needs_loop(self.model), self.space.dtype
+        seeds = tf.eye(rows.size, dtype=dtype)
 
         def trace(points: Any, values: Any) -> tf.Tensor:
             count = tf.shape(points[0])[0]
@@ -206,8 +198,13 @@ class Jacobian:
             pairs = (points, tf.tile(seeds, [count, 1]))
 
             def row(pair: Any) -> tf.Tensor:
-                points, seed = pair
-                return self._row(rows, points, seed, values)
+                """Gradient of `seed^T y` for the outputs y of one example."""
+                points = [point[None] for point in pair[0]]
+                with tape() as back:
+                    back.watch(values)
+                    outputs = self._outputs(rows, points, values)
+                slopes = back.gradient(outputs, values, pair[1][None])
+                return self.space.join(dense(slopes))
 
             if loop:
                 return tf.map_fn(row, pairs, fn_output_signature=dtype)
@@ -221,14 +218,6 @@ class Jacobian:
             return tf.reshape(jacobian, [-1, rows.size, self.space.size])
 
         return output_rows
-
-    def _row(self, rows: Rows, points: Any, seed: Any, values: Any) -> Any:
-        """Gradient of `seed^T y` for the outputs y of one example."""
-        with tape() as back:
-            back.watch(values)
-            outputs = self._outputs(rows, [p[None] for p in points], values)
-        slopes = back.gradient(outputs, values, output_gradients=seed[None])
-        return self.space.join(dense(slopes))
 
     def _outputs(
         self,
@@ -250,16 +239,12 @@ class Jacobian:
 
 def flat_output(output: tf.Tensor, loss_input: LossInput) -> tf.Tensor:
     """Reshape to `(examples, outputs)` and cast to the dtype of the slopes."""
-    return tf.cast(
-        tf.reshape(output, [-1, loss_input.size]), loss_input.slopes.dtype
-    )
+    flat = tf.reshape(output, [-1, loss_input.size])
+    return tf.cast(flat, loss_input.slopes.dtype)
 
 
 def activations(model: keras.Model, rows: Rows) -> int:
-    """Count the scalars that a forward pass computes per example.
-
-    Intermediate results count, views and tensors of unknown size do not.
-    """
+    """Count the scalars that a forward pass computes per example."""
     if needs_loop(model):  # the loop stores the scalars of a few examples only
         return 0
 
@@ -278,7 +263,7 @@ def activations(model: keras.Model, rows: Rows) -> int:
             dependent.update(x.ref() for x in operation.outputs)
             if operation.type not in VIEWS:
                 sizes = [x.shape.num_elements() for x in operation.outputs]
-                count += sum(size or 0 for size in sizes)
+                count += sum(size or 0 for size in sizes)  # 0 if unknown
     return count
 
 
@@ -327,27 +312,23 @@ class Objective:
     def at_weights(
         self, block: int, max_examples: int
     ) -> tuple[tf.Tensor, Jacobian]:
-        """Return the loss, float64, and the Jacobian at the current weights.
-
-        Both are over this replica's examples, and reuse the outputs of the
-        training step's forward pass.
-        """
+        """Return the loss and the Jacobian of this replica's examples."""
         step, model, dtype = self.step, self.step.job.model, self.space.dtype
         values = [tf.identity(v.value) for v in self.weights]
         mapping = list(zip(self.weights, values, strict=True))
+        # Reuse the outputs of the training step's forward pass.
         with tape(persistent=True) as back:
             flat = keras.tree.flatten(self.call.outputs)
             readings = [Reading(back) for _ in flat]
             leaves = [r.cut(y) for r, y in zip(readings, flat, strict=True)]
             outputs = keras.tree.pack_sequence_as(self.call.outputs, leaves)
+            shares: Sequence[tf.Tensor] = step.loss.shares
             with paused(), keras.StatelessScope(mapping, collect_losses=True):
-                loss = loss_of_outputs(
-                    model, self.arguments, outputs, self.step.loss.shares
-                )
+                loss = loss_of_outputs(model, self.arguments, outputs, shares)
         slopes = back.gradient(loss, [r.leaves for r in readings])
         # The outputs or logits that the losses use.
         losses = step.loss.losses
-        shares = step.loss.shares or [tf.ones([], tf.float64)] * len(losses)
+        shares = shares or [tf.ones([], tf.float64)] * len(losses)
         used = outputs_of_losses(step, self.call)
         inputs = []
         for terms, share, (i, output) in zip(losses, shares, used, strict=True):

@@ -49,12 +49,6 @@ class NormalEquations(NamedTuple):
     rows: tf.Tensor | None = None  # K; None in the space of weights
 
     @classmethod
-    def of_weights(cls, matrix: tf.Tensor, gradient: tf.Tensor) -> Self:
-        """Create the equations in the space of weights."""
-        scale = unit(tf.reduce_mean(tf.linalg.diag_part(matrix)))
-        return cls(matrix, gradient, gradient, scale)
-
-    @classmethod
     def of_residuals(cls, rows: tf.Tensor, residuals: tf.Tensor) -> Self:
         """Create the equations in the space of residuals."""
         matrix = tf.matmul(rows, rows, transpose_b=True)
@@ -72,14 +66,9 @@ class NormalEquations(NamedTuple):
         """Return the step d, given the result of `factor`."""
         return start - self._solve(factor, self.right + self._image(start))
 
-    def correction(
-        self, factor: tf.Tensor, derivatives: tf.Tensor
-    ) -> tf.Tensor:
-        """Return the correction of a step by geodesic acceleration.
-
-        `derivatives` is `r''` in the space of residuals, else `K^T r''`.
-        """
-        return -self._solve(factor, derivatives) / 2
+    def correction(self, factor: tf.Tensor, second: tf.Tensor) -> tf.Tensor:
+        """Return the correction; `second` is `r''`, or else `K^T r''`."""
+        return -self._solve(factor, second) / 2
 
     def curvature(self, step: tf.Tensor) -> tf.Tensor:
         """Return `d^T (K^T K + R) d`, a float64 scalar."""

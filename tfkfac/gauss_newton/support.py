@@ -155,10 +155,8 @@ def why_only_parameters(
                 "with a regulariser, which adds one residual per weight, as "
                 f"for '{variable.path}'"
             )
-    for loss_terms in terms:
-        divergence = keras.losses.kl_divergence
-        call = loss_terms.call
-        if call and loss_function(call.loss) is divergence:
+    for call in (loss_terms.call for loss_terms in terms):
+        if call and loss_function(call.loss) is keras.losses.kl_divergence:
             return (
                 "with a Kullback-Leibler divergence. Use "
                 '"categorical_crossentropy", which differs by a constant'
@@ -200,23 +198,15 @@ class Limits(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Number of rows of K per block in the space of parameters.
-
-        About `max(n, 256)` rows: small blocks stay in the processor's cache,
-        but with fewer than n rows, adding `K^T K` to the sum takes as long as
-        computing it. Activations need memory and time as well, so the number
-        is multiplied by `2 n / (2 n + activations)`.
-        """
-        # A model without trainable weights has n = 0.
+        """Number of rows of K per block in the space of parameters."""
+        # About `max(n, 256)`: small blocks stay in the processor's cache, but
+        # with fewer than n rows, adding `K^T K` to the sum takes as long as
+        # computing it. Multiply by `2 n / (2 n + activations)`: activations
+        # need memory and time as well. Without trainable weights, n is 0.
         scalars = max(2 * self.weights + self.activations, 1)
         fraction = 2 * self.weights / scalars
         rows = int(max(self.weights, _MIN_BLOCK_ROWS) * fraction)
         return max(rows // self.outputs, 1) * self.outputs
-
-    @property
-    def pass_examples(self) -> int:
-        """Examples per backward pass; limits stored scalars to `MAX_STORED`."""
-        return max(MAX_STORED // max(self.activations, 1), 1)
 
     def space(self, solve: str, residuals: int) -> str:
         """Return `solve`; for "auto", the smaller space that fits in memory."""
@@ -274,8 +264,7 @@ def choose_solve_spaces(
 ) -> tuple[str, ...]:
     """Choose the space in which a step is solved; both if chosen at run time.
 
-    `residuals` is the number of residuals, None if not static; `only` is the
-    result of `why_only_parameters`.
+    `residuals` is None if not static; `only` is from `why_only_parameters`.
     """
     if only is not None:
         if solve == RESIDUALS:

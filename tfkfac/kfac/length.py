@@ -32,7 +32,6 @@ train better with longer steps than rho allows. There, for all layers,
     f = max(0.006, min(0.05, 0.3 sqrt(L - H))).
 """
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -48,7 +47,6 @@ from tfkfac.curvature.directional import (
     takes_any_batch,
 )
 from tfkfac.curvature.hessian import ADVICE
-from tfkfac.distributed.collectives import differentiable_sum
 from tfkfac.kfac.averages import SPECTRAL
 from tfkfac.loss.recognition import NORMAL
 from tfkfac.loss.shares import weighted
@@ -118,7 +116,7 @@ class Batch(NamedTuple):
         labels = weighted(label_count(loss.losses) / replicas, loss.share)
         total: Sum = tf.identity
         if step.group.size > 1:
-            total = functools.partial(differentiable_sum, step.group)
+            total = step.group.differentiable_sum
         calls = ForwardTap.open(job.model).pop_items()
 
         def curvature(directions: Gradients) -> tf.Tensor:

@@ -30,14 +30,6 @@ def combine(matrices: Sequence[tf.Tensor], weights: tf.Tensor) -> tf.Tensor:
     return tf.add_n(_terms(matrices, weights))
 
 
-def project_out(
-    matrices: Sequence[tf.Tensor], weights: tf.Tensor, vector: tf.Tensor
-) -> tf.Tensor:
-    """Subtract `sum_i weights[i] rows[i]` from a vector."""
-    terms = _terms(matrices, -weights[None])
-    return tf.add_n([vector[None], *terms])[0]
-
-
 def _terms(
     matrices: Sequence[tf.Tensor], weights: tf.Tensor
 ) -> list[tf.Tensor]:
@@ -93,23 +85,18 @@ class Lanczos:
 
     Each product is orthogonalised against the last two rows, which have almost
     all of its components, and then against all rows. Without the first part,
-    float32 would always need a second pass over all rows. With it, a second
-    pass is only needed if the first one removes most of the vector.
+    float32 would always need a second pass over all rows.
 
     The Krylov space of the start vector is exhausted early if the operator is
     zero, has low rank or repeated eigenvalues (a breakdown). The iteration then
-    continues from a random vector, so that no row is rounding noise divided by
-    a value near zero.
-
-    `product` multiplies a vector (shard) by the operator. `draw` maps the index
-    of an iteration to (the shard of) a random vector of norm about 1. `reduce`
-    sums over all devices.
+    continues from a random vector, so that no row is rounding noise.
     """
 
-    product: Product
+    product: Product  # multiplies a vector (shard) by the operator
     size: int
+    # Random vector (shard) of norm about 1, by the index of an iteration.
     draw: Callable[[tf.Tensor], tf.Tensor]
-    reduce: Product = tf.identity
+    reduce: Product = tf.identity  # sum over all devices
 
     def run(
         self, vector: tf.Tensor, steps: int
@@ -129,9 +116,8 @@ class Lanczos:
                 return Basis([*blocks, tf.stack(rows)], previous)
 
             candidate, elements = self.start(vector), []
-            for index in range(steps):
-                number = tf.constant(index)
-                new, candidate = self.iterate(add, candidate, number)
+            for index in map(tf.constant, range(steps)):
+                new, candidate = self.iterate(add, candidate, index)
                 elements.append(new)
             vectors = [tf.stack(x) for x in zip(*elements, strict=True)]
             return Tridiagonal(*vectors), [*blocks, tf.stack(rows)]
@@ -187,10 +173,7 @@ class Lanczos:
         candidate: Candidate,
         index: tf.Tensor,
     ) -> tuple[Tridiagonal, Candidate]:
-        """Run one iteration and return the new elements and the next candidate.
-
-        `add` adds a row and returns the basis; rows of zeros may follow.
-        """
+        """Run one iteration; `add` adds a row and returns the basis."""
         vector, length, fresh = candidate[:3]
         # A fresh candidate has a row of zeros, and is its own product.
         row = vector * tf.where(fresh, tf.zeros_like(length), 1 / length)
@@ -245,8 +228,9 @@ class Lanczos:
         sums = self.reduce(sums)
         components, square = sums[:-1], sums[-1]
         removed = tf.reduce_sum(components * components)
+        terms = _terms(matrices, -components[None])
         return Residual(
-            project_out(matrices, components, image),
+            tf.add_n([image[None], *terms])[0],
             square - removed,
             2 * removed > square,
             component + components[index],

@@ -46,15 +46,20 @@ def polar_factors(
     blocks = [_columns(matrix, block) for matrix in matrices]
     by_size: dict[tuple[int, tf.DType], list[int]] = {}
     for i, x in enumerate(blocks):
-        by_size.setdefault((_gram_size(x), x.dtype), []).append(i)
+        size = min(x.shape[-2:])
+        if size > 1:
+            # Pad the Gram matrices: a few sizes serve all layers. Powers of 2
+            # bound the cost at small widths.
+            least = _MIN_SIZE_XLA if in_xla() else _MIN_SIZE
+            size = max(least, 1 << (size - 1).bit_length())
+        by_size.setdefault((size, x.dtype), []).append(i)
     results: dict[int, tf.Tensor] = {}
     for (size, _), indices in by_size.items():
         stacks = [blocks[i] for i in indices]
-        factors = (
-            [_normalized(x) for x in stacks]
-            if size == 1
-            else _polar(stacks, size, iterations)
-        )
+        if size == 1:
+            factors = [_normalized(x) for x in stacks]
+        else:
+            factors = _polar(stacks, size, iterations)
         results.update(zip(indices, factors, strict=True))
     return [_whole(results[i], x.shape) for i, x in enumerate(matrices)]
 
@@ -94,18 +99,6 @@ def _whole(blocks: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
     return tf.reshape(blocks, shape)
 
 
-def _gram_size(x: tf.Tensor) -> int:
-    """Return the size to which Gram matrices are padded; 1 for vectors.
-
-    A few sizes serve all layers; powers of 2 bound the cost at small widths.
-    """
-    size = min(x.shape[-2:])
-    if size == 1:
-        return 1
-    least = _MIN_SIZE_XLA if in_xla() else _MIN_SIZE
-    return max(least, 1 << (size - 1).bit_length())
-
-
 def _normalized(vectors: tf.Tensor) -> tf.Tensor:
     """Divide each vector, a matrix of one row or column, by its norm."""
     square = tf.reduce_sum(tf.square(vectors), [-2, -1], keepdims=True)
@@ -113,14 +106,12 @@ def _normalized(vectors: tf.Tensor) -> tf.Tensor:
 
 
 def _polar(
-    stacks: Sequence[tf.Tensor], size: int, iterations: int
+    stacks: list[tf.Tensor], size: int, iterations: int
 ) -> list[tf.Tensor]:
     """Compute the polar factors of stacks `(blocks, rows, columns)`.
 
     An odd polynomial of the singular values is x times a polynomial of the
-    smaller Gram matrix. So only two products per Gram matrix contain x. The
-    polynomials of all stacks are computed together, of Gram matrices that are
-    padded to `size`.
+    smaller Gram matrix, so only two products per Gram matrix contain x.
     """
     counts = [x.shape[0] for x in stacks]
     per_gram = _POLYNOMIALS_PER_GRAM
@@ -128,34 +119,30 @@ def _polar(
     if is_tf32 and tf.config.list_logical_devices("GPU"):
         per_gram = _POLYNOMIALS_PER_GRAM_TF32
     for start in range(0, iterations, per_gram):
+        # Compute the polynomials of all stacks together.
         grams = [_gram(x, size) for x in stacks]
         gram = tf.concat(grams, 0) if len(grams) > 1 else grams[0]
         square = tf.ones([], gram.dtype)
         if start == 0:
             square = _MARGIN**2 * tf.linalg.trace(gram)[:, None, None]
             gram = tf.math.divide_no_nan(gram, square)
-        last = min(start + per_gram, iterations)
-        product = tf.math.divide_no_nan(
-            _product_of_polynomials(gram, range(start, last)), tf.sqrt(square)
-        )
-        stacks = [
-            _multiplied(x, factor)
-            for x, factor in zip(stacks, tf.split(product, counts), strict=True)
-        ]
-    return list(stacks)
-
-
-def _product_of_polynomials(gram: tf.Tensor, steps: range) -> tf.Tensor:
-    """Return `q(x^T x)`, where `x q(x^T x)` applies some polynomials to x."""
-    identity = tf.eye(gram.shape[-1], dtype=gram.dtype)
-    product = factor = identity
-    for i in steps:
-        if i > steps.start:
-            gram = tf.matmul(tf.matmul(factor, gram), factor)
-        a, b, c = _POLYNOMIALS[min(i, len(_POLYNOMIALS) - 1)]
-        factor = a * identity + b * gram + c * tf.matmul(gram, gram)
-        product = tf.matmul(product, factor) if i > steps.start else factor
-    return product
+        # The product q of polynomials, so that `x q(x^T x)` applies them to x.
+        identity = tf.eye(size, dtype=gram.dtype)
+        product = factor = identity
+        for i in range(start, min(start + per_gram, iterations)):
+            if i > start:
+                gram = tf.matmul(tf.matmul(factor, gram), factor)
+            a, b, c = _POLYNOMIALS[min(i, len(_POLYNOMIALS) - 1)]
+            factor = a * identity + b * gram + c * tf.matmul(gram, gram)
+            product = tf.matmul(product, factor) if i > start else factor
+        product = tf.math.divide_no_nan(product, tf.sqrt(square))
+        factors = tf.split(product, counts)
+        for k, (x, factor) in enumerate(zip(stacks, factors, strict=True)):
+            rows, columns = x.shape[-2:]
+            factor = factor[:, : min(rows, columns), : min(rows, columns)]
+            pair = (factor, x) if rows < columns else (x, factor)
+            stacks[k] = tf.matmul(*pair)
+    return stacks
 
 
 def _gram(x: tf.Tensor, size: int) -> tf.Tensor:
@@ -165,10 +152,3 @@ def _gram(x: tf.Tensor, size: int) -> tf.Tensor:
     gram = tf.matmul(x, x, transpose_a=not wide, transpose_b=wide)
     missing = size - min(rows, columns)
     return tf.pad(gram, [[0, 0], [0, missing], [0, missing]])
-
-
-def _multiplied(x: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
-    """Multiply matrices by a padded function of their smaller Gram matrix."""
-    rows, columns = x.shape[-2:]
-    factor = factor[:, : min(rows, columns), : min(rows, columns)]
-    return tf.matmul(factor, x) if rows < columns else tf.matmul(x, factor)

@@ -12,11 +12,9 @@ def all_finite(tensors: list[tf.Tensor]) -> tf.Tensor:
 
 
 def are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return a bool vector: True for each tensor with a finite sum.
-
-    A sum propagates NaN and infinity, and is several times faster than an
-    element-wise test.
-    """
+    """Return a bool vector: True for each tensor with a finite sum."""
+    # A sum propagates NaN and infinity, and is several times faster than an
+    # element-wise test.
     wide = [tf.cast(t, tf.float32) if t.dtype.size < 4 else t for t in tensors]
     # Share constants for the axes: default axes add an operation per sum.
     ranks = {tensor.shape.rank for tensor in wide} - {None}
@@ -53,11 +51,9 @@ def select(flag: tf.Tensor, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 
 
 def nan_unless(valid: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    """Return a tensor, or NaN where `valid` is False; `valid` broadcasts.
-
-    NaN is computed as 0 / 0: `tf.debugging.enable_check_numerics` raises on
-    each constant that is NaN or infinite, even if the graph does not use it.
-    """
+    """Return a tensor, or NaN where `valid` is False; `valid` broadcasts."""
+    # Compute NaN as 0 / 0: `tf.debugging.enable_check_numerics` raises on each
+    # constant that is NaN or infinite, even if the graph does not use it.
     flag = tf.cast(valid, tensor.dtype)
     return tf.where(valid, tensor, tf.zeros_like(tensor)) / flag
 

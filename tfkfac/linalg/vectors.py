@@ -90,8 +90,6 @@ def _sum_chunks(matrix: tf.Tensor, vector: tf.Tensor) -> tf.Tensor:
 
 
 def padded_size(size: int) -> int:
-    """Round the size of a long vector up to a multiple of `_PADDING`.
-
-    Short vectors, which could grow by more than 1/8, keep their size.
-    """
+    """Round the size of a long vector up to a multiple of `_PADDING`."""
+    # Short vectors, which could grow by more than 1/8, keep their size.
     return size if size <= 8 * _PADDING else -(-size // _PADDING) * _PADDING

@@ -162,11 +162,7 @@ class Supervision(keras.callbacks.Callback):
         return (pending + batches) // per_update
 
     def _plan_run(self, epoch: int, epochs: int, steps: int | None) -> None:
-        """Begin the plan of `FitDecay`, or continue the plan of a backup.
-
-        The end moves if the batches left are not those that the run would have
-        had: with another batch size, or where Keras repeats an epoch.
-        """
+        """Begin the plan of `FitDecay`, or continue the plan of a backup."""
         plan, now = self._optimizer.plan, self._optimizer.num_updates
         is_loaded = epoch > 0 or plan.end != self._previous_end
         saved_epochs = int(plan.epochs.numpy())
@@ -210,6 +206,7 @@ class Supervision(keras.callbacks.Callback):
             return
         num_left = max(self._count_updates((epochs - epoch) * steps), 1)
         if is_resumed:
+            # The batch size has changed, or Keras repeats an epoch.
             plan.move_end(now, num_left, steps)
         else:
             plan.begin(now, num_left, epochs, steps)

@@ -85,11 +85,10 @@ def common_order(
             tf.random.set_seed(strategy.shuffle_seed)
     seed, fit = strategy.shuffle_seed, next(_fit_numbers)
     shuffle = arguments.get("shuffle", True)
+    x, validation = arguments.get("x"), arguments.get("validation_data")
     orders = {
-        "x": _order_seeds(arguments.get("x"), shuffle, group.rank),
-        "validation_data": _order_seeds(
-            arguments.get("validation_data"), False, group.rank
-        ),
+        "x": _order_seeds(x, shuffle, group.rank),
+        "validation_data": _order_seeds(validation, False, group.rank),
     }
     refuse_differences(
         "All workers must shuffle their data in the same order: each takes its "
@@ -112,8 +111,7 @@ def common_order(
             stack.enter_context(reshuffle_arrays(seed_of_fit))
         checksums = stack.enter_context(label_checksums())
         compare = keras.callbacks.LambdaCallback(on_train_begin=compare_labels)
-        is_python = isinstance(arguments.get("x"), keras.utils.PyDataset)
-        yield [compare] if is_python else []
+        yield [compare] if isinstance(x, keras.utils.PyDataset) else []
 
 
 def _order_seeds(data: Any, shuffle: Any, rank: int) -> list[Any]:
@@ -169,11 +167,11 @@ def compare_bits(optimizer: SecondOrderOptimizer) -> None:
         group = job.among_processes("comparison")
         rows = group.all_gather(tf.constant(checksums, tf.int64)).numpy()
     paths = [variable.path for variable in variables]
-    hex_rows = [[f"{number:08x}" for number in row] for row in rows]
-    differences = find_differences(
-        [dict(zip(paths, row, strict=True)) for row in hex_rows]
-    )
-    if differences:
+    by_worker = [
+        {path: f"{x:08x}" for path, x in zip(paths, row, strict=True)}
+        for row in rows
+    ]
+    if differences := find_differences(by_worker):
         raise RuntimeError(
             "The workers no longer have the same weights, so one of them has "
             f"computed or stored a wrong value. After {int(job.clock):,} "
@@ -186,8 +184,7 @@ def refuse_differences(
     message: str, descriptions: Sequence[dict[str, Any]]
 ) -> None:
     """Raise an error on every worker if the workers' descriptions differ."""
-    differences = find_differences(descriptions)
-    if differences:
+    if differences := find_differences(descriptions):
         raise ValueError(f"{message}: {first_of(differences)}")
 
 

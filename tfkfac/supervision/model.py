@@ -111,7 +111,6 @@ def _supervise(
     """
     strategy = model.distribute_strategy
     watch = getattr(strategy, "watch", None)
-
     watched = contextlib.nullcontext if watch is None else watch.fit
 
     @contextlib.contextmanager
@@ -124,9 +123,8 @@ def _supervise(
                 yield callbacks
                 return
             stack.enter_context(as_errors())
-            stall_detector = find_detector(strategy)
-            if stall_detector is not None:
-                stack.enter_context(stall_detector.training())
+            if (detector := find_detector(strategy)) is not None:
+                stack.enter_context(detector.training())
             plan = optimizer.plan
             stack.callback(lambda: plan.end_fit(optimizer.num_updates))
             for callback in callbacks:
