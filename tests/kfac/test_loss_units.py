@@ -455,3 +455,14 @@ def test_state_of_a_loss_equals_that_with_sgd(
     assert states[0][0] == 2
     for want, got in zip(*states, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+def test_percentages_equal_relative_errors() -> None:
+    """Keras' loss is `100 / D` times the sum of the relative errors."""
+
+    def relative(y: Any, p: Any) -> Any:
+        return tf.reduce_sum(tf.abs((y - p) / y), -1)
+
+    got, _ = step_of(network(), X, 1 + BITS, "mape")
+    want, _ = step_of(network(), X, 1 + BITS, relative)
+    assert_same_step(got, want)
