@@ -275,7 +275,9 @@ class KFACMethod(Method):
             pending.reset()
             return tf.constant(0)
 
-        tf.cond(pending.is_complete(), complete, lambda: tf.constant(0))
+        num_micro_batches = self.settings.gradient_accumulation_steps
+        is_last = tf.equal(pending.count, num_micro_batches)
+        tf.cond(is_last, complete, lambda: tf.constant(0))
 
     def factors_due(
         self, layers: Sequence[ActiveBlock], step: Step
@@ -478,13 +480,13 @@ class KFACMethod(Method):
         # XLA runs on GPUs only.
         if not has_momenta and not tf.config.list_physical_devices("GPU"):
             limit = CACHED_ELEMENTS
-        micro_batches = self.settings.gradient_accumulation_steps
+        accumulates = self.settings.gradient_accumulation_steps is not None
 
         def make_state(rank: int) -> State:
             state = existing.get(rank) or State()
             state.fill(placement, rank, has_momenta, limit)
-            if micro_batches is not None:
-                state.accumulate(micro_batches, placement, rank, self.job)
+            if accumulates:
+                state.accumulate(placement, rank, self.job)
             return state
 
         self.states = self.job.for_each(make_state)

@@ -390,10 +390,10 @@ class Placement:
             ),
         )
         self.schedule_groups = assign_groups(self.plan.layers, factors)
-        dtype = distribution.wire_dtype
+        dtype = distribution.factor_dtype
         self.wire = Wire(
             distribution.symmetric,
-            dtype and sum_dtype(dtype, topology.hint),
+            dtype and sum_dtype(tf.as_dtype(dtype), topology.hint),
             distribution.storage_dtype,
         )
         self.exchange = Exchange(

@@ -120,11 +120,6 @@ class Distribution(Settings):
             )
 
     @property
-    def wire_dtype(self) -> tf.DType | None:
-        """Dtype of factors in messages; None means the dtype of the factors."""
-        return self.factor_dtype and tf.as_dtype(self.factor_dtype)
-
-    @property
     def storage_dtype(self) -> tf.DType | None:
         """Dtype of stored decompositions; None means the dtype of factors."""
         return self.inverse_dtype and tf.as_dtype(self.inverse_dtype)

@@ -170,9 +170,7 @@ class State(Tracked):
                 variable.assign(numbers)
         self.blocks = placement.blocks
 
-    def accumulate(
-        self, steps: int, placement: Placement, rank: int, job: Job
-    ) -> None:
+    def accumulate(self, placement: Placement, rank: int, job: Job) -> None:
         """Create the sums over micro-batches; keep sums that fit the blocks."""
         observed = {
             i: block
@@ -180,7 +178,7 @@ class State(Tracked):
             if placement.plan.observes(rank, i)
         }
         if self.pending is None or not self.pending.is_for(observed):
-            self.pending = Pending(steps, job, observed)
+            self.pending = Pending(job, observed)
 
     def update_averages(
         self, statistics: Statistics, decay: float, due: tf.Tensor
@@ -476,10 +474,8 @@ class Pending(Accumulation):
     `blocks` are, by position, the blocks observed by this replica.
     """
 
-    def __init__(
-        self, steps: int, job: Job, blocks: Mapping[int, Block]
-    ) -> None:
-        super().__init__(steps, job)
+    def __init__(self, job: Job, blocks: Mapping[int, Block]) -> None:
+        super().__init__(job)
         self._blocks = dict(blocks)
         self._totals = [
             [self._sum(b, name, spec.shape) for name, spec in b.factors.items()]

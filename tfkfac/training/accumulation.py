@@ -19,13 +19,12 @@ PENDING = "pending"
 class Accumulation(Slots):
     """Sums of the gradients of one replica's micro-batches.
 
-    The result of `steps` micro-batches equals that of one large batch: the
-    gradient of the mean over all terms, or of the sum for a summed loss.
+    The result equals that of one large batch: the gradient of the mean over all
+    terms, or of the sum for a summed loss.
     """
 
-    def __init__(self, steps: int, job: Job) -> None:
+    def __init__(self, job: Job) -> None:
         super().__init__("accumulation", section=PENDING)
-        self._steps = steps
         # Name each weight by its layer, and by a number and name in the layer.
         names: dict[int, tuple[str, str]] = {}
         for node in walk(job.model):
@@ -72,10 +71,6 @@ class Accumulation(Slots):
         self.terms.assign_add(terms)
         self.weight.assign_add(weight)
         self.count.assign_add(1)
-
-    def is_complete(self) -> tf.Tensor:
-        """True after the last micro-batch of a step."""
-        return tf.equal(self.count, self._steps)
 
     def merged(self, step: Step) -> Step:
         """Return the last micro-batch's step with the mean gradients of all."""
