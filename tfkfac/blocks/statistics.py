@@ -198,7 +198,8 @@ def batch_statistics(
             key = _trace_key(block, record, settings)
             # Inline a key that is used once: a shared function only slows
             # tracing. For fixed sizes it gives convolutions oneDNN kernels.
-            # XLA compiles each call; inlined, the calls share the examples.
+            # XLA compiles each call. Inlined calls share the choice of the
+            # examples.
             is_single = counts[key] == 1
             if key is None or in_xla() or (key.any_size and is_single):
                 statistics.append(_sums(block, record, settings))

@@ -161,7 +161,7 @@ class EventLog:
         self._has_exited.wait(_EXIT_TIMEOUT_S)
         if self.index > 0:
             return
-        # The store ends with worker 0: wait until the others know.
+        # The store ends with worker 0: wait until the others confirm.
         deadline = time.monotonic() + _EXIT_TIMEOUT_S
         for worker in {*range(1, self.size)} - self._absent:
             with contextlib.suppress(tf.errors.OpError):

@@ -67,7 +67,7 @@ def decode(data: bytes, secret: bytes, role: str) -> tuple[Message, bool]:
         expected = _sign(text, secret, role)
         is_valid = hmac.compare_digest(expected.encode(), signature.encode())
     except (ValueError, TypeError, AttributeError, RecursionError):
-        # Do not quote the message.
+        # Any program may have sent the message: do not quote it.
         raise ValueError("it is not a message of the rendezvous") from None
     if not isinstance(content, dict):
         raise ValueError("it is not an object of JSON")

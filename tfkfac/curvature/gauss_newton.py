@@ -82,7 +82,7 @@ class Reading:
 
     def __init__(self, *tapes: tf.GradientTape) -> None:
         self._tapes = tapes
-        # Model outputs, and logits where known, and the tensors instead.
+        # Model outputs, and logits where known; leaf i replaces output i.
         self.outputs: list[tf.Tensor] = []
         self.leaves: list[tf.Tensor] = []
 

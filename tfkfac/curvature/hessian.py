@@ -110,7 +110,10 @@ def refuse_silent_zeros(model: keras.Model, start: int) -> None:
 
 @contextlib.contextmanager
 def naming_layers(model: keras.Model) -> Iterator[None]:
-    """Context manager that adds a layer name to missing-gradient errors."""
+    """Context manager that adds a layer name to missing-gradient errors.
+
+    Also refuses gradients of loops that would fail when they run.
+    """
     start = len(operations())
     try:
         yield
@@ -118,8 +121,12 @@ def naming_layers(model: keras.Model) -> Iterator[None]:
         op_type = operation_without_gradient(error)
         raise no_second_derivative(model, op_type) from error
     for operation in operations()[start:]:
-        if is_legacy_gradient(operation):  # for example of `keras.losses.CTC`
-            raise no_second_derivative(model, operation.name)
+        if is_legacy_gradient(operation):
+            raise NotImplementedError(
+                f"A loop of model '{model.name}' or of its loss, for example "
+                "of `keras.losses.CTC`, has no second derivative in "
+                f"TensorFlow: {operation.name} cannot run.{ADVICE}"
+            )
 
 
 def no_second_derivative(

@@ -20,7 +20,10 @@ _MAX_SHOWN = 4  # differences in an error message
 def check_agreement(
     description: Mapping[str, Any], communicator: Communicator
 ) -> None:
-    """Raise a ValueError on all workers if their descriptions differ."""
+    """Raise a ValueError on all workers if their descriptions differ.
+
+    Every worker must call this function.
+    """
     differences = find_differences(exchange(description, communicator))
     if differences:
         raise ValueError(

@@ -132,8 +132,8 @@ class Communicator:
     ) -> list[tf.Tensor] | None:
         """Send tensors from the rank `root` to `members`, which include it.
 
-        `tensors` is used on the root only. Replicas that are not members get
-        None.
+        `tensors` is used on the root only. `members` are ranks in ascending
+        order; other replicas get None.
         """
         results: list[tf.Tensor] = []
         remaining = iter(tensors or ())

@@ -210,7 +210,7 @@ class Layout(abc.ABC):
 
     @abc.abstractmethod
     def projection_bytes(self, early_step: bool) -> int:
-        """Bytes received in a step; `early_step`: with a subspace step."""
+        """Bytes received in a step, with a subspace step if `early_step`."""
 
     def reduce_bytes(self, count: int) -> int:
         """Bytes that a worker receives in an all-reduce of `count` numbers."""

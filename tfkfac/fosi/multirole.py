@@ -232,7 +232,10 @@ class MultiRoleMethod(FOSIMethod):
         self._send_weights(state, everyone)
 
     def _schedule(self, state: RoleState) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return if an estimation begins, and the next `progress`."""
+        """Return if an estimation begins, and the next `progress`.
+
+        Both are equal on all replicas.
+        """
         clock = self.job.clock
         idle = tf.equal(state.progress, 0)
         begins = self.timing.begins(clock, state) & idle
@@ -410,7 +413,10 @@ def hand_over(
 def pieces(
     layout: Layout, roles: Roles
 ) -> Iterator[tuple[int, int, slice, slice, int]]:
-    """Yield the pieces of V^T that accelerators send to workers."""
+    """Yield the pieces of V^T that accelerators send to workers.
+
+    A piece is (worker, accelerator, directions, elements, first held element).
+    """
     shards = layout.geometry.slices(len(roles.accelerators))
     for position, worker in enumerate(roles.workers):
         rows, elements = layout.ranges(position)

@@ -67,7 +67,11 @@ class NormalEquations(NamedTuple):
         return start - self._solve(factor, self.right + self._image(start))
 
     def correction(self, factor: tf.Tensor, second: tf.Tensor) -> tf.Tensor:
-        """Return the correction; `second` is `r''`, or else `K^T r''`."""
+        """Return the correction of geodesic acceleration.
+
+        `second` is `r''` in the space of residuals, `K^T r''` in the space of
+        weights.
+        """
         return -self._solve(factor, second) / 2
 
     def curvature(self, step: tf.Tensor) -> tf.Tensor:

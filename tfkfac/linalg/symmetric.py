@@ -163,7 +163,7 @@ def from_bands(parts: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def _ranges(size: int) -> Iterable[tuple[int, int]]:
-    """First row of each band and of the next."""
+    """First row of each band, and first row of the next band."""
     return itertools.pairwise(size * i // _BANDS for i in range(_BANDS + 1))
 
 
