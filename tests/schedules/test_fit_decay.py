@@ -168,7 +168,7 @@ def test_length_counts_updates_of_accumulated_gradients() -> None:
 
 
 def test_rest_optimizer_of_the_user() -> None:
-    """It may use the schedule; others keep their rates."""
+    """A rest optimizer may use the schedule; others keep their rates."""
     rest = Adam(tfkfac.schedules.FitDecay(0.003))
     model = compiled(tfkfac.KFAC(0.2, rest_optimizer=rest, **LEFT))
     shown = Rates(optimizer=rest)
