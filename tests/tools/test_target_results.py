@@ -119,8 +119,8 @@ def test_headline() -> None:
         "At equal epochs `KFAC()` ends better than the best of 1 tuned "
         "baseline on **1 of 1 problems**, level on 0, worse on 0. In half of "
         "Adam's epochs it ends better than tuned Adam on 1 of 1. It reaches "
-        "tuned Adam's result in **0.50 of Adam's processor seconds** (geometric mean "
-        "of 1 problems)."
+        "tuned Adam's result in **0.50 of Adam's processor seconds** "
+        "(geometric mean of 1 problems)."
     )
     first = [r for r in records if r["run"]["seed"] == 0]
     assert "counts as level: cnn." in report.headline(first)
