@@ -6,10 +6,25 @@ import keras
 import numpy as np
 from keras import layers
 
+import tfkfac
 from tests.support.harness import assert_close, randomize, train_once
 from tests.support.layers import make_input, per_example, targets
 
 LAYER, BATCH = layers.LayerNormalization, layers.BatchNormalization
+
+
+class Shifted(layers.LayerNormalization):
+    """Layer with an attribute that is not in its config."""
+
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def call(self, inputs: Any) -> Any:
+        return super().call(inputs + self.shift * inputs**2)
+
+
+tfkfac.register_block(Shifted, like=LAYER)
 
 
 class Evaluated(layers.Layer):
@@ -38,6 +53,7 @@ def test_factors_of_each_layer() -> None:
     """G against the gradients of the weights, example by example."""
     pairs = [
         (LAYER(), LAYER(epsilon=10.0)),
+        (Shifted(1.0), Shifted(2.0)),
         (Evaluated(1.0), Evaluated(2.0)),
         (frozen("beta"), frozen("gamma")),
     ]
@@ -51,7 +67,7 @@ def test_factors_of_each_layer() -> None:
     step = train_once(model, x, y, eager=False)
     assert len(step.factors) == 2 * len(pairs)
     for path, block in step.factors.items():
-        own = [g for name, g in gradients.items() if f"{path}/" in name]
-        u = np.stack(own, -1)
+        u = [g for name, g in gradients.items() if f"{path}/" in name]
+        u = np.stack(u, -1)
         G = np.einsum("nfi,nfj->fij", u, u) / len(x)
         assert_close(block["G"], G, 1e-5, path)

@@ -112,6 +112,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
     again = network()
     history = fit(again, 3, ChiefBackup(copied, delete_checkpoint=False))
     assert history.epoch == [2]
+    assert names(copied) == [NEWEST, "epoch-000003.weights.h5"]
     line = f"tfkfac: resumed from '{copied / NEWEST}' after epoch 2\n"
     assert capsys.readouterr().err.count(line) == 1
     assert_same(everything(again), whole[3])

@@ -55,10 +55,10 @@ def test_a_saliency_map_leaves_no_records() -> None:
 def test_unused_records_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten saliency maps keep as many records as one saliency map."""
     records: list[weakref.ref[Record]] = []
-    below = Record.__init__
+    original_init = Record.__init__
 
     def initialize(self: Record, *args: Any, **kwargs: Any) -> None:
-        below(self, *args, **kwargs)
+        original_init(self, *args, **kwargs)
         records.append(weakref.ref(self))
 
     monkeypatch.setattr(Record, "__init__", initialize)

@@ -165,6 +165,27 @@ def test_layers_call_their_call() -> None:
     assert calls == [model.name, "hidden", "norm", "loss"]
 
 
+@contract(OVERRIDE, "A layer looks up `layer.activation` in each call.")
+def test_layers_call_their_activation() -> None:
+    for layer, rank in (
+        (layers.Dense(2, activation="tanh"), 2),
+        (layers.EinsumDense("ab,bc->ac", 2, activation="tanh"), 2),
+        (layers.Conv2D(2, 1, activation="tanh"), 4),
+        (layers.Conv2DTranspose(2, 1, activation="tanh"), 4),
+        (layers.DepthwiseConv2D(1, activation="tanh"), 4),
+        (layers.SeparableConv2D(2, 1, activation="tanh"), 4),
+    ):
+        x = np.reshape(X, [*X.shape, 1, 1][:rank])
+        want = layer(x)
+        original = layer.activation
+        calls: list[Any] = []
+        with overridden(layer, "activation", recorder(calls)):
+            np.testing.assert_array_equal(layer(x), want)
+        ((inputs,),) = calls
+        np.testing.assert_array_equal(original(inputs), want)
+        assert layer.activation is original
+
+
 @contract(OVERRIDE, "Entries of a layer's `__dict__` are not saved or cloned.")
 def test_overrides_are_not_saved(tmp_path: Path) -> None:
     model = network()

@@ -136,6 +136,22 @@ def test_warmup_is_a_share_of_the_run() -> None:
     assert steps == 2 * 2
 
 
+def test_warmup_of_an_unknown_run_is_100() -> None:
+    """A later run of known length replaces it: 7.5 % of 80 updates are 6."""
+    model = network()
+    model.run_eagerly = True
+    model.fit((batch for batch in [(X, Y)]), verbose=0)
+    assert "before update 101" in summary_text(model.optimizer)
+    stop = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: setattr(
+            model, "stop_training", True
+        )
+    )
+    batches = tf.data.Dataset.from_tensors((X, Y)).repeat(80)
+    model.fit(batches, callbacks=stop, verbose=0)
+    assert "before update 7" in summary_text(model.optimizer)
+
+
 @pytest.mark.slow
 def test_the_first_run_decides(tmp_path: pathlib.Path) -> None:
     """The warm-up is saved: a resumed run has the same warm-up."""

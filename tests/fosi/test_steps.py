@@ -123,7 +123,7 @@ def test_train_step_without_inputs() -> None:
     """In single precision."""
     program = Fosi(sgd(0.1, 0.9), num_smallest=1)
     optimizer = fosi(SGD(0.1, 0.9), num_smallest=1)
-    model = assert_follows(optimizer, program, rtol=1e-4, kind=Steps)
+    model = assert_follows(optimizer, program, rtol=1e-4, model_class=Steps)
     assert model.traces == 1
 
 

@@ -87,7 +87,9 @@ CASES = {
         "columns",
         changes={3: {"update_interval": 2}, 5: {"update_interval": 4}},
     ),
-    # An estimation begins in step 5.
+    # An estimation begins in step 5. If the step is skipped, the accelerators
+    # still use its batch.
+    "two: rows, stale, NaN of a worker": stale("rows", faults=((5, 0, NAN),)),
     "two: rows, stale, NaN of an accelerator": stale(
         "rows", faults=((5, 1, NAN),)
     ),

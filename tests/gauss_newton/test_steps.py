@@ -42,6 +42,7 @@ REAL = RNG.normal(size=(ROWS, 2))
 CLASSES = RNG.integers(0, 3, ROWS)
 HOT = np.eye(3)[CLASSES]
 BITS = RNG.integers(0, 2, (ROWS, 2)).astype(float)
+COUNTS = np.arange(2.0 * ROWS).reshape(ROWS, 2) % 5
 # For each output: diagonal of the Fisher matrix, gradient of the loss.
 Curve = Callable[[list[Array]], list[tuple[Array, Array]]]
 # Function from outputs to logits, and its derivative.
@@ -104,6 +105,11 @@ def bernoulli(z: Array, y: Array, scale: Any) -> tuple[Array, Array]:
     return fisher, fisher * (z - y)
 
 
+def counts(outputs: list[Array]) -> list[tuple[Array, Array]]:
+    rate = outputs[0] + 1e-7  # as in the loss
+    return [(1 / rate / rate.size, (1 - COUNTS / rate) / rate.size)]
+
+
 def categorical(labels: Array, weights: Any) -> Curve:
     def curve(outputs: list[Array]) -> list[tuple[Array, Array]]:
         scale = np.reshape(weights, (-1, 1)) / ROWS
@@ -122,6 +128,19 @@ def both(outputs: list[Array]) -> list[tuple[Array, Array]]:
 SERIES_Y = RNG.normal(size=(ROWS, 4, 2))
 VALID = np.any(SERIES != 0, -1, keepdims=True)
 SPARSE = keras.losses.SparseCategoricalCrossentropy
+
+
+class Registered(keras.losses.Loss):
+    """A Poisson loss of the user, with a registered distribution."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        log = keras.ops.log(y_pred + 1e-7)
+        return keras.ops.mean(y_pred - y_true * log, -1)
+
+
+tfkfac.register_distribution(
+    Registered, tfkfac.fisher.Poisson(), unit=1.0, features="mean"
+)
 CASES = {
     "penalty": Case(
         network(penalty=keras.regularizers.L2(0.02)), "mse", X, REAL,
@@ -139,6 +158,9 @@ CASES = {
     "logits": Case(
         network(3), lambda: SPARSE(from_logits=True), X, CLASSES,
         categorical(HOT, 1.0), links=(LOG,),
+    ),
+    "registered": Case(
+        network(2, "exponential"), Registered, X, COUNTS, counts,
     ),
     "two outputs": Case(
         two_outputs,
@@ -169,7 +191,7 @@ CASES |= {
         "layer_two_axes": "residuals",
     }.items()
 }
-FEW = "logits", "tanh"
+FEW = "logits", "tanh", "registered"
 
 
 # Value and Jacobian of each output at flat weights.

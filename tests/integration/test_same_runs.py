@@ -177,13 +177,13 @@ def everything(model: Any) -> dict[str, Array]:
 
 
 # --------------------------------------------------------- ways of saving
-def by_keras_file(case: Case, folder: pathlib.Path) -> Any:
-    model = fit(case.eager(), 0, STOP)
+def by_keras_file(case: Case, folder: pathlib.Path, eager: bool = True) -> Any:
+    model = fit(case.compiled(run_eagerly=eager), 0, STOP)
     model.save(folder / "model.keras")
     copy = keras.models.load_model(folder / "model.keras")
     assert type(copy.optimizer) is type(model.optimizer)
     assert copy.optimizer.get_config() == model.optimizer.get_config()
-    copy.run_eagerly = True
+    copy.run_eagerly = eager
     return fit(copy, STOP)
 
 
@@ -319,6 +319,7 @@ def by_strategy(make: Callable[[], Any]) -> Callable[..., Any]:
 # moved; 0 stands for equal bits of the weights and the state.
 WAYS: dict[str, tuple[Callable[[Case, pathlib.Path], Any], float]] = {
     ".keras": (by_keras_file, 0),
+    ".keras, compiled": (functools.partial(by_keras_file, eager=False), 0),
     ".weights.h5": (by_weights_file, 0),
     "checkpoint": (by_checkpoint, 0),
     "train step": (by_custom_step, 1e-4),
@@ -337,6 +338,7 @@ WAYS: dict[str, tuple[Callable[[Case, pathlib.Path], Any], float]] = {
 # Optimizers of each way; those after the semicolon are slow.
 PAIRS = {
     ".keras": "our scale; spectral, rest",
+    ".keras, compiled": "inverse",
     ".weights.h5": "eigen, FOSI in columns; GaussNewton, subclassed, narrow, "
     "half",
     "checkpoint": "drawn; spectral sums, FOSI accumulated",

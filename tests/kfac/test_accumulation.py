@@ -47,7 +47,7 @@ def model_of(optimizer: Any, loss: Any = "mse", eager: bool = True) -> Any:
 
 def kfac(inner: Any = None, **options: Any) -> Any:
     inner = inner() if inner else keras.optimizers.SGD(0.1, momentum=0.5)
-    intervals = {"factor_update_interval": 2, "inverse_update_interval": 2}
+    intervals = {"factor_update_interval": 1, "inverse_update_interval": 2}
     return tfkfac.KFAC(inner, **(intervals | {"fisher": "empirical"} | options))
 
 

@@ -51,9 +51,9 @@ def test_files_of_other_optimizers(tmp_path: Path) -> None:
     """The weights are loaded; the curvature of others stays."""
     model, adam = compiled_mlp(eager=True), with_optimizer("adam")
     files = tmp_path / "kfac.weights.h5", tmp_path / "adam.weights.h5"
-    for number, each in enumerate((model, adam)):
-        train(each, number, 2)
-        each.save_weights(files[number])
+    for number, trained in enumerate((model, adam)):
+        train(trained, number, 2)
+        trained.save_weights(files[number])
     saved, before = model.get_weights(), curvature(kfac_of(model))
     model.load_weights(files[1])
     np.testing.assert_equal(model.get_weights(), adam.get_weights())

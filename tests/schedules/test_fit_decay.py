@@ -144,6 +144,19 @@ def test_rates_of_each_fit() -> None:
         assert float(model.optimizer.learning_rate) == 1
 
 
+def test_several_steps_in_one_execution() -> None:
+    ends = []
+    for count in (1, 3):
+        inner, model = SGD(tfkfac.schedules.FitDecay(0.1)), mlp()
+        options = {"num_largest": 1, "lanczos_steps": 2, "warmup_steps": 100}
+        optimizer = tfkfac.FOSI(inner, **options)
+        model.compile(optimizer, loss(), steps_per_execution=count)
+        fit(model)
+        ends.append(model.get_weights())
+    for one_step, three_steps in zip(*ends, strict=True):
+        np.testing.assert_allclose(three_steps, one_step, rtol=1e-5, atol=1e-6)
+
+
 def test_natural_steps_fall_from_a_tenth() -> None:
     model = compiled(tfkfac.KFAC(step="natural", **LEFT))
     rest = Rates(optimizer=model.optimizer.rest_optimizer)
@@ -168,7 +181,7 @@ def test_length_counts_updates_of_accumulated_gradients() -> None:
 
 
 def test_rest_optimizer_of_the_user() -> None:
-    """It may use the schedule; others keep their rates."""
+    """A rest optimizer may use the schedule; others keep their rates."""
     rest = Adam(tfkfac.schedules.FitDecay(0.003))
     model = compiled(tfkfac.KFAC(0.2, rest_optimizer=rest, **LEFT))
     shown = Rates(optimizer=rest)

@@ -263,8 +263,8 @@ def test_schedules(owner: Any, name: str) -> None:
 
     with pytest.raises(TypeError, match=f"`{name}`"):
         owner(**{name: lambda iteration: 0.1})
-    # All results with one argument of each class.
-    count = None if TUNABLE.index((owner, name)) in FIRST else 1
+    # NaN and -1 with each argument, all results with one argument of a class.
+    count = None if TUNABLE.index((owner, name)) in FIRST else 2
     for function, result in RESULTS[:count]:
         message = rf"Argument `{name}` must return .*{result}.* iteration 0"
         with pytest.raises(ValueError, match=message):

@@ -306,10 +306,10 @@ def assert_follows(
     steps: int = 10,
     rtol: float = 1e-6,
     weight: Array | None = None,
-    kind: Any = keras.Sequential,
+    model_class: Any = keras.Sequential,
 ) -> Any:
     """Train a model on all rows, compare with a program, return the model."""
-    (x, y), model = data(), mlp(kind)
+    (x, y), model = data(), mlp(model_class)
     model.compile(optimizer, loss())
     rows, start = Network(x, y, weight=weight), flat(model).astype("float64")
     want = program.run(rows.gradient, rows.hessian, start, steps)

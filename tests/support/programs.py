@@ -92,7 +92,6 @@ class Program(contextlib.AbstractContextManager["Program"]):
         environment: Mapping[str, str] | None = None,
         folder: pathlib.Path = ROOT,
         dry: bool = False,
-        fork: bool = True,
     ) -> None:
         """Start a process.
 
@@ -105,7 +104,6 @@ class Program(contextlib.AbstractContextManager["Program"]):
             dry: True to end a Python script with exit code 0 after its
                 arguments are parsed and its help is printed, or at its first
                 layer.
-            fork: False to start a new interpreter, whose end is tested.
         """
         self.lines: list[tuple[float, str]] = []
         self.ended_s = 0.0
@@ -116,7 +114,7 @@ class Program(contextlib.AbstractContextManager["Program"]):
         variables |= environment or {}
         words = [str(word) for word in command]
         self._poll: Callable[[], int | None]
-        if words[0] == sys.executable and fork:
+        if words[0] == sys.executable:
             number, self.process = server().start(
                 words=words[1:],
                 environment=variables,

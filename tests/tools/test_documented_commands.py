@@ -254,9 +254,9 @@ def test_commands_of_benchmarks_and_records(
     monkeypatch.chdir(folder)
     commands = {*documented, *report.commands(Records(TRAININGS))}
     for script, parse in PARSERS.items():
-        found = [c for c in commands if c.startswith(script)]
-        assert len(found) > 5
-        for command in found:
+        script_commands = [c for c in commands if c.startswith(script)]
+        assert len(script_commands) > 5
+        for command in script_commands:
             words = words_of(command)
             assert words is not None
             parse(words[1:])

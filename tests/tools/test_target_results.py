@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from targets import plan, results
+from targets import plan, report, results
 
 OURS = "kfac:step=natural"
 
@@ -103,6 +103,27 @@ def test_the_ratio_is_to_the_first_baseline_at_the_target() -> None:
     # With Adam as the rival SGD does not count.
     [comparison] = results.compare(records, "adam")
     assert rows_of(comparison)[OURS].ratio == pytest.approx(0.3)
+
+
+def test_headline() -> None:
+    """Adam's mean of 0.92 after 2 s; `KFAC()` has 0.95 after 1 s."""
+    records = [
+        record("adam", 0, (2.0, 0.91)),
+        record("adam", 1, (2.0, 0.93)),
+        record("kfac", 0, (0.5, 0.5), (1.0, 0.94)),
+        record("kfac", 1, (0.5, 0.5), (1.0, 0.96)),
+        record("kfac:epochs=0.5", 0, (0.5, 0.93), share=0.5),
+        record("kfac:epochs=0.5", 1, (0.5, 0.95), share=0.5),
+    ]
+    assert report.headline(records) == (
+        "At equal epochs `KFAC()` ends better than the best of 1 tuned "
+        "baseline on **1 of 1 problems**, level on 0, worse on 0. In half of "
+        "Adam's epochs it ends better than tuned Adam on 1 of 1. It reaches "
+        "tuned Adam's result in **0.50 of Adam's processor seconds** "
+        "(geometric mean of 1 problems)."
+    )
+    first = [r for r in records if r["run"]["seed"] == 0]
+    assert "counts as level: cnn." in report.headline(first)
 
 
 def test_a_claim_needs_all_seeds() -> None:

@@ -92,10 +92,10 @@ def test_no_graph_outlives_its_model(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs: weakref.WeakSet[FuncGraph] = weakref.WeakSet()
-    below = FuncGraph.__init__
+    original_init = FuncGraph.__init__
 
     def initialize(self: FuncGraph, *args: Any, **kwargs: Any) -> None:
-        below(self, *args, **kwargs)
+        original_init(self, *args, **kwargs)
         graphs.add(self)
 
     monkeypatch.setattr(FuncGraph, "__init__", initialize)
