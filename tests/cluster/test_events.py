@@ -7,7 +7,7 @@ from typing import Any
 from tests.support.cluster import run
 from tests.support.strategies import local_ranks, strategy
 from tfkfac.cluster import events as module
-from tfkfac.cluster.events import EventLog, Listener
+from tfkfac.cluster.events import EXITED, EventLog, Listener
 
 SIZE, COUNT = 2, 30
 
@@ -29,12 +29,13 @@ def resident_bytes() -> int:
     return 4096 * int(pages)
 
 
-def post_numbers() -> tuple[list[Any], int, float]:
+def post_numbers() -> tuple[list[Any], int, float, int]:
     """Post events, then wait for ticks.
 
     Returns:
         The events of all workers in the order of their arrival, the number of
-        ticks, and the growth of the memory per tick.
+        ticks, the growth of the memory per tick, and the number of ticks after
+        the exit of this worker.
     """
     strategy()
     (rank,) = local_ranks()
@@ -49,16 +50,24 @@ def post_numbers() -> tuple[list[Any], int, float]:
     first, before = recorder.num_ticks, resident_bytes()
     time.sleep(4)
     count = recorder.num_ticks - first
-    return recorder.events, count, (resident_bytes() - before) / count
+    growth = (resident_bytes() - before) / count
+    events = recorder.events[: COUNT * SIZE]
+    log.post(EXITED)
+    assert log._has_exited.wait(60)
+    time.sleep(0.2)
+    first = recorder.num_ticks
+    time.sleep(0.5)
+    return events, count, growth, recorder.num_ticks - first
 
 
 def test_all_workers_receive_all_events_in_one_order() -> None:
     """A call of the store that ends by its timeout leaks 20 KB."""
     results = run(post_numbers, workers=SIZE)
-    for events, num_ticks, growth in results:
+    for events, num_ticks, growth, late_ticks in results:
         assert events == results[0][0]
         for sender in range(SIZE):
             numbers = [e["number"] for s, e in events if s == sender]
             assert numbers == list(range(COUNT))
         assert num_ticks > 400
         assert growth < 2000
+        assert late_ticks == 0  # no abort while the interpreter ends

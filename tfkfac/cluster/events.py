@@ -129,8 +129,11 @@ class EventLog:
                     else:
                         self._inbox.put((self.index, {LOST: sorted(lost)}))
                 self._next_tick = time.monotonic() + _TICK_S
-                for listener in self._listeners:
-                    listener.on_tick()
+                # An abort of collectives while the interpreter ends would
+                # crash it: some seconds after another worker has exited.
+                if not self._has_exited.is_set():
+                    for listener in self._listeners:
+                        listener.on_tick()
                 continue
             if event == EXITED:
                 self._absent.add(sender)
