@@ -194,6 +194,22 @@ def test_constants_to_tapes() -> None:
     assert constant == [True, True, False, False]
 
 
+def graph_of_second_derivative(
+    function: Callable[[tf.Tensor], tf.Tensor], *shape: int
+) -> tf.Graph:
+    @tf.function(autograph=False)
+    def second_derivative(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = function(x)
+            slope = inner.gradient(y, x)
+        return outer.gradient(slope, x)
+
+    return second_derivative.get_concrete_function(tf.TensorSpec(shape)).graph
+
+
 def prevented(x: tf.Tensor) -> tf.Tensor:
     return tf.raw_ops.PreventGradient(input=x, message="not here: no")
 
@@ -214,19 +230,8 @@ def test_operation_without_gradient(
     function: Callable[[tf.Tensor], tf.Tensor], op_type: str
 ) -> None:
     """The first function has a first derivative only."""
-
-    @tf.function(autograph=False)
-    def second_derivative(x: tf.Tensor) -> None:
-        with tf.GradientTape() as outer:
-            outer.watch(x)
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                y = function(x)
-            slope = inner.gradient(y, x)
-        outer.gradient(slope, x)
-
     with pytest.raises(LookupError) as error:
-        second_derivative(tf.ones((1, 2, 2, 1)))
+        graph_of_second_derivative(function, 1, 2, 2, 1)
     assert operation_without_gradient(error.value) == op_type
 
 
@@ -241,18 +246,7 @@ def test_gradients_of_legacy_loops() -> None:
     layer.build((2, 6, 4))
 
     def has_legacy_gradient(function: Callable[[tf.Tensor], tf.Tensor]) -> bool:
-        @tf.function(autograph=False)
-        def second_derivative(x: tf.Tensor) -> tf.Tensor:
-            with tf.GradientTape() as outer:
-                outer.watch(x)
-                with tf.GradientTape() as inner:
-                    inner.watch(x)
-                    y = function(x)
-                slope = inner.gradient(y, x)
-            return outer.gradient(slope, x)
-
-        x = tf.TensorSpec((2, 6, 4))
-        graph = second_derivative.get_concrete_function(x).graph
+        graph = graph_of_second_derivative(function, 2, 6, 4)
         return any(map(is_legacy_gradient, graph.get_operations()))
 
     assert has_legacy_gradient(lambda x: keras.losses.CTC()(labels, x))

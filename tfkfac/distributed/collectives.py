@@ -79,7 +79,8 @@ class Communicator:
     ) -> list[tf.Tensor]:
         """Sum tensors of static shape; bitwise equal results on all members.
 
-        `dtype` is the dtype of messages, by default each tensor's.
+        `dtype` is the dtype of messages, by default each tensor's. The sums
+        have the dtypes of the tensors.
         """
         if self.size == 1 or not tensors:
             return list(tensors)
@@ -235,7 +236,8 @@ class Communicator:
         tensor: tf.Tensor | tf.TensorSpec,
     ) -> tuple[int, int]:
         """Return the group key and the instance key of the next collective."""
-        # Independent of the number of traces, which may differ between workers.
+        # The keys do not depend on the number of traces, which may differ between
+        # workers.
         self._calls += 1
         group = stable_key(self.scope, members)
         shape = tuple(tensor.shape)
