@@ -236,8 +236,8 @@ class Communicator:
         tensor: tf.Tensor | tf.TensorSpec,
     ) -> tuple[int, int]:
         """Return the group key and the instance key of the next collective."""
-        # The keys do not depend on the number of traces, which may differ between
-        # workers.
+        # The keys do not depend on the number of traces, which may differ
+        # between workers.
         self._calls += 1
         group = stable_key(self.scope, members)
         shape = tuple(tensor.shape)
