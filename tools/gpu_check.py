@@ -9,21 +9,25 @@ Each check trains in processes of its own:
 - mixed precision;
 - two GPUs under `MirroredStrategy`, and two processes over NCCL, against a CPU;
 - peak memory of ResNet-20 without XLA, with Adam and with K-FAC;
-- the time of a step beside Adam and Muon: M1 with XLA, M1 and M3 without.
+- the time of a step, and of the first two: an MLP and a ResNet-20, beside Adam
+  and Muon, with XLA and without.
 
 Checks that need more GPUs than there are are skipped. The exit status is 1 if a
 check fails.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -38,7 +42,9 @@ STEPS = 12
 # singular values equal weight.
 CLOSE, CLOSE_SPECTRAL = 1e-3, 0.05
 LIMIT_S = 900.0  # timeout of a process
-VARIANTS = ("adam", "muon", "kfac-inverse", "kfac-inverse:step=spectral")
+# Names of studies/compiled_step.py.
+STEP_MODELS = ("m1", "resnet20")
+STEP_OPTIMIZERS = ("adam", "muon", "natural", "kfac")
 OFTEN = {"factor_update_interval": 1, "inverse_update_interval": 3}
 # Class and arguments of each optimizer. FOSI makes 37 Lanczos steps for 37
 # weights, so that its directions do not depend on the random start vector.
@@ -107,7 +113,7 @@ def check_training(
     """Return a check that trains and compares with weights of a CPU."""
 
     def check() -> Record:
-        run = {"part": "train", "optimizer": optimizer}
+        run: Record = {"part": "train", "optimizer": optimizer}
         with tempfile.TemporaryDirectory() as folder:
             record = run_part(run | task | {"file": f"{folder}/gpu"})
             first, last = record["losses"][0], record["losses"][-1]
@@ -121,6 +127,7 @@ def check_training(
                 raise CheckError(f"{record['skipped']} steps are skipped")
             if not record["GPUs"] and "workers" not in task:
                 return record
+            run |= {"is_reference": True, "XLA": record["XLA"]}
             run_part(run | {"file": f"{folder}/cpu"}, on_cpu=True)
             record["off"] = max(
                 distance(str(file), f"{folder}/cpu0.npz")
@@ -152,19 +159,18 @@ def check_memory() -> Record:
 
 
 def check_steps() -> Record:
-    """Time steps in `fit`, which uses XLA, and in a custom loop."""
+    """Time steps in `fit` with XLA and without, one process after the other."""
     rows: list[Record] = []
-    benchmark = str(TOOLS / "studies" / "benchmark.py")
-    for mode, models in (("fit", ["M1"]), ("function", ["M1", "M3"])):
-        with tempfile.TemporaryDirectory() as folder:
-            file = pathlib.Path(folder) / "steps"
-            command = [sys.executable, benchmark, "--gpu", "--mode", mode]
-            command += ["--models", *models, "--variants", *VARIANTS]
-            # The smaller last batch of `fit` compiles again in one of the
-            # rounds; the median of three ignores it.
-            command += ["--mixes", "10,100", "--rounds", "3"]
-            print(run_process([*command, "--json", str(file)]), flush=True)
-            rows += json.loads(file.read_text())["rows"]
+    for model in STEP_MODELS:
+        for name in STEP_OPTIMIZERS:
+            for is_xla in (True, False):
+                row: Record = {"model": model, "optimizer": name}
+                row["XLA"] = is_xla
+                row |= run_part({"part": "steps"} | row)
+                text = "{model} {optimizer}, XLA {XLA}: {first_s:.1f} s"
+                text += ", then {step_ms:.1f} ms a step"
+                print(text.format_map(row), flush=True)
+                rows.append(row)
     return {"result": f"{len(rows)} rows above", "rows": rows}
 
 
@@ -213,16 +219,26 @@ def train(task: Mapping[str, Any]) -> Record:
     import keras
     import tensorflow as tf
 
+    from compiled_step import list_gpu
+
     gpus = tf.config.list_physical_devices("GPU")
     strategy = strategy_of(task)
+    jit_compile: Any = "auto"
+    context: Any = contextlib.nullcontext()
+    if task.get("is_reference"):
+        # With XLA, inverses are used a step later, so a CPU compiles too.
+        jit_compile = task["XLA"]
+        context = mock.patch.object(
+            tf.config, "list_physical_devices", list_gpu
+        )
     # TensorFloat-32 has only ten bits of mantissa: no CPU has equal results.
     tf.config.experimental.enable_tensor_float_32_execution(False)
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy(task.get("policy", "float32"))
-    with strategy.scope():
+    with context, strategy.scope():
         optimizer = make_optimizer(task["optimizer"])
         model, x, y, loss = problem(task["optimizer"])
-        model.compile(optimizer, loss)
+        model.compile(optimizer, loss, jit_compile=jit_compile)
     start = flat(model)
     losses = model.fit(x, y, len(x), STEPS, shuffle=False, verbose=0)
     np.savez(f"{task['file']}{index}.npz", start=start, end=flat(model))
@@ -315,7 +331,32 @@ def memory(task: Mapping[str, Any]) -> Record:
     return {"peak": info["peak"]}
 
 
-PARTS = {"gpus": find_gpus, "train": train, "memory": memory}
+def steps(task: Mapping[str, Any]) -> Record:
+    """Return the seconds of the first two steps, the mean of 200 more."""
+    import keras
+    import tensorflow as tf
+
+    import compiled_step
+
+    keras.utils.set_random_seed(0)
+    make, size = compiled_step.MODELS[task["model"]]
+    model = make()
+    model.compile(
+        compiled_step.OPTIMIZERS[task["optimizer"]](),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile="auto" if task["XLA"] else False,
+    )
+    batch = compiled_step.random_batch(model, size)
+    dataset = tf.data.Dataset.from_tensors(batch)
+    times = [time.perf_counter()]
+    for count in (2, 200):
+        model.fit(dataset.repeat(count), verbose=0)
+        times.append(time.perf_counter())
+    first, later = np.diff(times)
+    return {"first_s": first, "step_ms": later / 200 * 1e3}
+
+
+PARTS = {"gpus": find_gpus, "train": train, "memory": memory, "steps": steps}
 
 
 # ------------------------------------------------------------ the command line

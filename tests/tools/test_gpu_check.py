@@ -48,6 +48,21 @@ def test_a_check_that_fails(
     assert gpu_check.main(["--only", "FOSI"]) == 1
 
 
+def test_a_reference_uses_its_inverses_as_late_as_the_gpu(
+    tmp_path: pathlib.Path,
+) -> None:
+    """With XLA, a step uses the inverses of the step before."""
+    losses = {}
+    for is_xla in (True, False):
+        task = {"optimizer": "kfac inverse", "is_reference": True}
+        task |= {"XLA": is_xla, "file": str(tmp_path / "weights")}
+        record = gpu_check.train(task)
+        assert record["XLA"] == is_xla
+        losses[is_xla] = record["losses"]
+    assert losses[True][0] == pytest.approx(losses[False][0])
+    assert losses[True][-1] > 1.1 * losses[False][-1]
+
+
 @pytest.mark.slow
 def test_two_processes_on_a_cpu() -> None:
     """As on two GPUs."""

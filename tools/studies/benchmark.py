@@ -292,7 +292,7 @@ class Job:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, close() does
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--worker", json.dumps(task)],
-            env=command.process_environment(THREADS, folder, options.gpu),
+            env=command.process_environment(THREADS, folder),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -481,11 +481,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker:
         work(options.worker)
         return 0
-    if options.gpu:
-        import tensorflow as tf
-
-        if not tf.config.list_physical_devices("GPU"):
-            sys.exit("argument --gpu: TensorFlow finds no GPU")
     rows: list[Row] = []
     for model in options.models:
         try:
@@ -537,7 +532,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="a custom loop in a tf.function (default), or `fit` with a "
         "smaller last batch",
     )
-    add("--gpu", action="store_true", help="on a GPU (default: on the CPU)")
     add("--json", type=pathlib.Path, metavar="FILE", help="keeps all results")
     add("--worker", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -73,23 +73,19 @@ def installed(module: str) -> str | None:
 
 
 def process_environment(
-    threads: int, folder: pathlib.Path | None = None, gpu: bool = False
+    threads: int, folder: pathlib.Path | None = None
 ) -> dict[str, str]:
-    """Return the environment variables of a measured process.
+    """Return the environment variables of a process measured on the CPU.
 
     `threads` is the number of threads of an operation; `folder` comes first on
-    the module path; without `gpu` the process runs on the CPU.
+    the module path.
     """
     path = [folder, STUDIES, ROOT, os.environ.get("PYTHONPATH", "")]
-    variables = {
-        # Allocate GPU memory on demand: measured processes share a GPU.
-        "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+    return os.environ | {
+        "CUDA_VISIBLE_DEVICES": "-1",
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": os.pathsep.join(str(part) for part in path if part),
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "TF_NUM_INTRAOP_THREADS": str(threads),
         "TF_NUM_INTEROP_THREADS": "2",
     }
-    if not gpu:
-        variables["CUDA_VISIBLE_DEVICES"] = "-1"
-    return os.environ | variables

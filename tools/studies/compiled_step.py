@@ -83,6 +83,18 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], int]] = {
 }
 
 
+def random_batch(model: keras.Model, size: int) -> tuple[Any, Any]:
+    """Return random inputs and labels."""
+    generator = np.random.default_rng(0)
+    shape = (size, *model.input_shape[1:])
+    if model.inputs[0].dtype == "int32":
+        x = generator.integers(0, TOKENS, shape).astype("int32")
+    else:
+        x = generator.normal(size=shape).astype("float32")
+    labels = generator.integers(0, CLASSES, (size, *model.output_shape[1:-1]))
+    return x, labels.astype("int32")
+
+
 def list_gpu(device: str | None = None) -> list[str]:
     """Pretend that there is a GPU, as `tf.config.list_physical_devices`."""
     return ["a GPU"]
@@ -97,13 +109,7 @@ def compiled_step(name: str, optimizer: str) -> tuple[str, bytes]:
     # Without a GPU, tfkfac trains with `jit_compile=False`.
     with mock.patch.object(tf.config, "list_physical_devices", list_gpu):
         model.compile(OPTIMIZERS[optimizer](), loss, jit_compile=True)
-    generator = np.random.default_rng(0)
-    shape = (batch, *model.input_shape[1:])
-    if model.inputs[0].dtype == "int32":
-        x = generator.integers(0, TOKENS, shape).astype("int32")
-    else:
-        x = generator.normal(size=shape).astype("float32")
-    y = np.zeros((batch, *model.output_shape[1:-1]), "int32")
+    x, y = random_batch(model, batch)
     model._symbolic_build(data_batch=(x, y))
     steps: list[Any] = []
 
