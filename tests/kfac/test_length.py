@@ -25,6 +25,7 @@ def take_steps(
     labels: float = 1.0,
     updates: int = 400,
     is_recurrent: bool = False,
+    vanishes: bool = False,
 ) -> tuple[Array, list[int]]:
     """Take a step for each value of `D^T F D`.
 
@@ -43,7 +44,8 @@ def take_steps(
             computed.append(step)
             return tf.constant(form, tf.float64)
 
-        rate = rule.rate(*numbers, curvature, tf.constant(updates, tf.int64))
+        total = tf.constant(updates, tf.int64)
+        rate = rule.rate(*numbers, curvature, total, vanishes=vanishes)
         rates.append(float(rate))
     return np.array(rates), computed
 
@@ -75,6 +77,12 @@ FORM = 20.0  # D^T F D, for which rho sum |Q|^2 is 20
         ({"is_recurrent": True}, 2e7, 0.01, 1, 0.03),
         ({"is_recurrent": True}, 2e7, NAN, 1, 0.006),
         ({"is_recurrent": True, "updates": 1600}, 2e7, 0.01, 1, 0.015),
+        # Cross-entropies: shorter below 1e-5 nats of a label; rho keeps 1.
+        ({"vanishes": True}, FORM, 0.01, 1, 0.07 / np.sqrt(FORM)),
+        ({"vanishes": True}, FORM, 2e-6, 1, 0.2 * 0.07 / np.sqrt(5)),
+        ({"vanishes": True}, FORM, 2e-6, 4, 0.05 * 0.07 / np.sqrt(5)),
+        ({"vanishes": True}, FORM, -1e-8, 1, 0),
+        ({"vanishes": True}, FORM, NAN, 1, 0.07 / np.sqrt(FORM)),
     ],
 )
 def test_length(
@@ -110,6 +118,51 @@ def test_steps_that_compute_the_form() -> None:
     assert computed == [*range(1, 101), 110, 120]
     np.testing.assert_allclose(rates[108], rates[99], rtol=1e-12)
     np.testing.assert_allclose(rates[109:], rates[99] / 2, rtol=1e-12)
+
+
+def overfit(labels: Any, loss: Any, outputs: int, **options: Any) -> Any:
+    """Return the losses of many steps on one small batch."""
+    keras.utils.set_random_seed(0)
+    x = np.random.default_rng(0).normal(size=(16, 32)).astype("float32")
+    hidden = [layers.Dense(64, "relu", **options) for _ in range(4)]
+    model = keras.Sequential(
+        [keras.Input((32,)), *hidden, layers.Dense(outputs)]
+    )
+    model.compile(tfkfac.KFAC(), loss)
+    return model.fit(x, labels(x), 16, 300, verbose=0).history["loss"]
+
+
+CLASSES = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+@pytest.mark.parametrize(
+    ("labels", "loss", "outputs"),
+    [
+        (lambda x: np.arange(len(x)) % 4, CLASSES, 4),
+        (
+            lambda x: x[:, :3] > 0,
+            keras.losses.BinaryCrossentropy(from_logits=True),
+            3,
+        ),
+    ],
+)
+def test_a_batch_that_is_learned_by_heart(
+    labels: Any, loss: Any, outputs: int
+) -> None:
+    """The loss does not jump after it has vanished."""
+    losses = np.array(overfit(labels, loss, outputs))
+    first = int(np.argmax(losses < 1e-5))
+    assert 0 < first < 100
+    assert max(losses[first:]) < 1e-4
+
+
+def test_a_penalty_is_trained_after_the_loss_has_vanished() -> None:
+    """As without this limit; with it, 0.0023 would remain of the penalty."""
+    penalty = keras.regularizers.L2(1e-5)
+    losses = overfit(
+        lambda x: np.arange(len(x)) % 4, CLASSES, 4, kernel_regularizer=penalty
+    )
+    assert losses[-1] < 1e-3
 
 
 class LargeBatch(layers.Layer):

@@ -30,6 +30,12 @@ The lower bound of r is f c. In general f is 0.006. Models with recurrent layers
 train better with longer steps than rho allows. There, for all layers,
 
     f = max(0.006, min(0.05, 0.3 sqrt(L - H))).
+
+Without a limit, steps would go on at the length f c where the predictions of
+classes are certain and the gradient vanishes, and the weights would grow until
+the loss jumps. So if all losses are cross-entropies and the model has no
+penalties, r is multiplied by `min(1, (L - H) / (n 1e-5))`, and a step that this
+shortens does not change rho.
 """
 
 from collections.abc import Callable
@@ -48,7 +54,7 @@ from tfkfac.curvature.directional import (
 )
 from tfkfac.curvature.hessian import ADVICE
 from tfkfac.kfac.averages import SPECTRAL
-from tfkfac.loss.recognition import NORMAL
+from tfkfac.loss.recognition import CROSS_ENTROPIES, NORMAL
 from tfkfac.loss.shares import weighted
 from tfkfac.loss.targets import label_count
 from tfkfac.loss.terms import has_free_scale
@@ -79,6 +85,9 @@ _MEMORY = 0.9
 # with c (0.53 to 0.45) than with 1. A deep autoencoder had better results with
 # 1 than with c, and with sqrt(c) on the loss bound than with c.
 _SHORT_RUN = 400
+# Bound of `(L - H) / n` under which steps are shorter. Keras clips
+# probabilities at 1e-7; with logits, float32 resolves about 1e-7.
+_CERTAIN = 1e-5
 # Lower bound of `new` in the module docstring.
 _MIN_RATIO = 1e-3
 # steps: compute `D^T F D` in each of the first 100, then in every 10th
@@ -96,6 +105,8 @@ class Batch(NamedTuple):
     """Returns `D^T F D` of a direction in the unit u; 0 if it is unknown."""
     power: float | None
     """Exponent of sigma in the module docstring; None for sigma = 1."""
+    vanishes: bool
+    """True if there are cross-entropies and nothing else in the loss."""
 
     @classmethod
     def of(
@@ -156,7 +167,12 @@ class Batch(NamedTuple):
         if loss.losses and all(map(has_free_scale, loss.losses)):
             names = {terms.likelihood.name for terms in loss.losses}
             power = 0.5 if names == {NORMAL} else 1.0
-        return cls(labels, curvature, power)
+        # The property adds regularizers to a graph, where nothing uses them.
+        vanishes = bool(loss.losses) and not job.model.losses
+        vanishes &= all(
+            terms.likelihood.name in CROSS_ENTROPIES for terms in loss.losses
+        )
+        return cls(labels, curvature, power, vanishes)
 
 
 class SpectralLength(Slots):
@@ -184,6 +200,7 @@ class SpectralLength(Slots):
         curvature: Callable[[], tf.Tensor],
         updates: tf.Tensor,
         power: float | None = None,
+        vanishes: bool = False,
     ) -> tf.Tensor:
         """Return r, the factor of all directions D, see the module docstring.
 
@@ -194,9 +211,15 @@ class SpectralLength(Slots):
             curvature: Returns `D^T F D`, 0 if it is unknown.
             updates: T.
             power: Exponent of sigma; None for sigma = 1.
+            vanishes: True if `L - H` is 0 where the gradients are.
         """
         self.steps.assign_add(1)
         due = (self.steps <= _EARLY) | tf.equal(self.steps % _INTERVAL, 0)
+        share = tf.ones([], tf.float64)
+        if vanishes:
+            share = tf.maximum(excess, 0) / (labels * _CERTAIN)
+            share = tf.where(share < 1, share, 1)  # also if it is NaN
+            due &= share >= 1
         when(due, lambda: self._update_ratio(curvature(), square))
         # Use 0 if the loss is not finite; the gradients may still be finite.
         excess = tf.where(tf.math.is_finite(excess), tf.maximum(excess, 0), 0)
@@ -217,7 +240,7 @@ class SpectralLength(Slots):
         if self.is_recurrent:
             bound = _RECURRENT_PER_ROOT_OF_LOSS * tf.sqrt(excess)
             f = tf.clip_by_value(bound, f, _MAX_RECURRENT_BOUND)
-        return tf.clip_by_value(rate, f * c, _MAX_RATE)
+        return share * tf.clip_by_value(rate, f * c, _MAX_RATE)
 
     def _update_ratio(self, form: tf.Tensor, square: tf.Tensor) -> None:
         """Update rho from `D^T F D` (`form`) and `sum |Q|^2` (`square`).

@@ -213,6 +213,7 @@ class Spectral(Natural):
                 curvature,
                 step.job.plan.count_updates(step.job.clock),
                 batch.power,
+                batch.vanishes,
             )
         state.length.factor.assign(tf.cast(factor, tf.float32))
         rate = tf.cast(step.job.inner_optimizer.learning_rate, tf.float64)

@@ -33,6 +33,7 @@ BERNOULLI, CATEGORICAL = "bernoulli", "categorical"
 BERNOULLI_LOGITS = "bernoulli logits"
 CATEGORICAL_LOGITS = "categorical logits"
 LOGITS = {BERNOULLI: BERNOULLI_LOGITS, CATEGORICAL: CATEGORICAL_LOGITS}
+CROSS_ENTROPIES = (*LOGITS, *LOGITS.values())
 _ACTIVATIONS = {BERNOULLI: tf.sigmoid, CATEGORICAL: tf.nn.softmax}
 
 # Attribute of a loss: cached results of the comparison.

@@ -17,6 +17,7 @@ from tfkfac.loss.recognition import (
     BERNOULLI_LOGITS,
     CATEGORICAL,
     CATEGORICAL_LOGITS,
+    CROSS_ENTROPIES,
 )
 from tfkfac.loss.terms import LossTerms
 
@@ -91,7 +92,7 @@ def _minimum(terms: LossTerms) -> tf.Tensor:
 def _entropies(call: LossCall, likelihood: str | None) -> tf.Tensor | None:
     """Return the entropies of the targets; None for minima of 0."""
     y = call.y_true
-    is_known = likelihood in (*_OF_CLASSES, *_OF_BITS)
+    is_known = likelihood in CROSS_ENTROPIES
     is_known &= isinstance(y, (tf.Tensor, tf.Variable, np.ndarray))
     # The minimum of a divergence is 0: the divergence of y from itself.
     is_divergence = loss_function(call.loss) is keras.losses.kl_divergence
