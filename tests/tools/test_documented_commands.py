@@ -141,7 +141,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("commands") / "here"
     for name in ("DIR", "fashion-mnist", "../old"):
         (folder / name).mkdir(parents=True)
-    (folder / "my.py").write_text("def make(rate, decay): ...\n")
+    (folder / "tools").symlink_to(ROOT / "tools")
     (folder / "train.py").write_text("print('trained')\n")
     program = r"\[start:program\] -->\n```python\n(.*?)^```$"
     snippet = re.search(program, README, re.M | re.S)

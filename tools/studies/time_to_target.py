@@ -1,8 +1,9 @@
-"""Measure how long optimizers take to the best result of the baselines.
+r"""Measure how long optimizers take to the best result of the baselines.
 
     python tools/studies/time_to_target.py --size tiny  # 13 problems
     python tools/studies/time_to_target.py --problem mlp cnn --search-size small
-    python tools/studies/time_to_target.py --optimizer my.py:make --problem mlp
+    python tools/studies/time_to_target.py --problem mlp \
+        --optimizer tools/studies/other_optimizers.py:soap
 
 The target is the final metric of the best baseline: SGD with momentum, Adam,
 AdamW or Keras' Muon. Settings are chosen on held-out training data: each
