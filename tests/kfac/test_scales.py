@@ -244,3 +244,17 @@ def test_a_trained_model_is_kept() -> None:
         model.compile(tfkfac.KFAC(), "mse", run_eagerly=True)
         model.train_on_batch(X[rows], y[rows])
         assert model.evaluate(X, y, 400, verbose=0) < 1.5 * before
+
+
+def test_two_losses_of_one_layer() -> None:
+    """The outputs are fitted to neither: they would be far from the other."""
+    keras.utils.set_random_seed(0)
+    x = keras.Input(X.shape[1:])
+    hidden, last = layers.Dense(8, "tanh"), layers.Dense(SIGNAL.shape[1])
+    outputs = [last(hidden(x)), last(hidden(-x))]
+    model = keras.Model(x, outputs)
+    model.compile(tfkfac.KFAC(), ["mse", "mse"], loss_weights=[1.0, 1e-3])
+    y = [SIGNAL, SIGNAL + 100]
+    before, *_ = model.evaluate(X, y, verbose=0)
+    model.fit(X, y, batch_size=40, epochs=3, verbose=0)
+    assert model.evaluate(X, y, verbose=0)[0] < before

@@ -64,8 +64,13 @@ class Moments:
         is_early: tf.Tensor,
     ) -> None:
         self._losses, self._units, self.layers = loss.losses, loss.units, layers
+        # A fit to one of two losses with the same last layer could be far from
+        # the other.
+        positions = [None if x is None else x.position for x in layers]
         self._fits = [
             OutputFit.of(terms, layer, is_early)
+            if layer is not None and positions.count(layer.position) == 1
+            else None
             for terms, layer in zip(loss.losses, layers, strict=True)
         ]
         none = tf.zeros([0], tf.float64)
@@ -171,10 +176,10 @@ class OutputFit(NamedTuple):
 
     @classmethod
     def of(
-        cls, terms: LossTerms, layer: ActiveBlock | None, is_early: tf.Tensor
+        cls, terms: LossTerms, layer: ActiveBlock, is_early: tf.Tensor
     ) -> "OutputFit | None":
         """Return the fit; None if the layer or labels do not allow it."""
-        if layer is None or not has_free_scale(terms):
+        if not has_free_scale(terms):
             return None
         if not isinstance(layer.block.layer, _LAST_LAYERS):
             return None
