@@ -115,3 +115,24 @@ def test_ignored_differences() -> None:
     assert plain(values) == ["nan", 2.0, function.__qualname__, {}, "object"]
     assert plain(np.ones(2)) != plain(np.zeros(2))
     assert plain(np.ones(2)) == plain(np.ones(2))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: tfkfac.FOSI(SGD(0.01)),
+        tfkfac.GaussNewton,
+        lambda: KFAC(gradient_accumulation_steps=2),
+    ],
+)
+def test_float8(optimizer: Any) -> None:
+    """Keras replaces scales of float8 by their gradients, also in K-FAC."""
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(3)])
+    model.quantize("float8")
+    with pytest.raises(ValueError, match="in float8 "):
+        model.compile(optimizer(), "mse")
+    model.compile(KFAC(SGD(0.01)), "mse")
+    model.fit(x, x[:, :3], 16, verbose=0)
+    (history,) = (v for v in model.weights if v.name == "inputs_amax_history")
+    assert np.max(history) == pytest.approx(np.abs(x).max(), rel=1e-6)

@@ -65,6 +65,7 @@ class KFACMethod(Method):
 
     def __init__(self, settings: KFACSettings) -> None:
         super().__init__(settings)
+        self.takes_float8 = settings.gradient_accumulation_steps is None
         distribution = settings.distribution
         if isinstance(distribution, str):
             distribution = Distribution(distribution)

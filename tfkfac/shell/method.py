@@ -23,6 +23,7 @@ class Method(abc.ABC):
     """
 
     job: Job
+    takes_float8 = False  # see `shell.model.check_settings`
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings

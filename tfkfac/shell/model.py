@@ -31,11 +31,13 @@ def check_settings(
     model: keras.Model,
     loss_scaler: Any,
     optimizers: Sequence[keras.optimizers.Optimizer],
+    takes_float8: bool,
 ) -> None:
     """Refuse unsupported settings of a compiled model.
 
     XLA without a GPU is turned off. `loss_scaler` is the `LossScaleOptimizer`
     around the optimizer, or None; `optimizers` are the wrapped optimizers.
+    `takes_float8` is False if the method changes or averages all gradients.
     """
     if not tf.config.list_physical_devices("GPU"):
         train_without_xla(
@@ -45,6 +47,19 @@ def check_settings(
             "Received: jit_compile=True.",
         )
     strategy = model.distribute_strategy
+    overwritten = [
+        variable.path
+        for variable in model.trainable_variables
+        if getattr(variable, "overwrite_with_gradient", False)
+    ]
+    if overwritten and not (
+        takes_float8 and strategy.num_replicas_in_sync == 1
+    ):
+        raise ValueError(
+            "Layers in float8 train with `KFAC` only, on one replica and "
+            "without gradient accumulation: Keras replaces some of their "
+            f"variables by the gradient. Received: {overwritten[0]}"
+        )
     check_strategy(strategy)
     repair(strategy)
     if strategy.num_replicas_in_sync == 1:

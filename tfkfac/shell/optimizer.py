@@ -198,7 +198,9 @@ class SecondOrderOptimizer(ScheduledOptimizer):
                 "keeps its curvature. Create a new optimizer for each model. "
                 f"Received: {received}."
             )
-        check_settings(model, loss_scaler, self._optimizers)
+        check_settings(
+            model, loss_scaler, self._optimizers, self.method.takes_float8
+        )
         added = [
             v.path
             for v in model.trainable_variables
