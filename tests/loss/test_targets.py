@@ -45,6 +45,7 @@ def bit_entropy(p: Array) -> Array:
 
 PIXELS = 1 / (1 + np.exp(-RNG.normal(size=SHAPE)))
 BITS = np.round(PIXELS)
+COUNTS = np.ceil(100 * PIXELS)
 CLASSES = RNG.integers(0, COLUMNS, (EXAMPLES, ROWS))
 HOT = np.eye(COLUMNS)[CLASSES]
 SOFT = softmax(RNG.normal(size=SHAPE))
@@ -144,6 +145,13 @@ TASKS = {
     "classes": Task(SPARSE(), CLASSES, HOT, 0.0),
     "divergence": Task(LOSSES.KLDivergence(), SOFT, SOFT, 0.0),
     "squares": Task(LOSSES.MeanSquaredError(), PIXELS, PIXELS, 0.0, COLUMNS),
+    "counts": Task(
+        LOSSES.Poisson(),
+        COUNTS,
+        COUNTS,
+        (COUNTS - COUNTS * np.log(COUNTS)).mean(),
+        COLUMNS,
+    ),
     "constant": Task(
         lambda y, p: 3 * tf.reduce_mean(abs(y - p), -1) + 0.5,
         PIXELS,

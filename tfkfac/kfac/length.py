@@ -12,12 +12,12 @@ the negative log-likelihood of a term of the loss in nats, H its least value for
 the targets (the entropy of soft or binary targets), and n the number of labels
 of a term. Losses with a free scale are in the unit of `scales.py`; sigma is the
 size of their residuals over the standard deviation of the labels, at least 1:
-`sqrt(2 (L - H) / n)` for squared errors, `(L - H) / n` for location losses. For
-other losses, sigma is 1. `|Q|^2` is the squared length of D in the metric of
-K-FAC. The sum is over the blocks, or over all matrices of a model without
-blocks, and
+`sqrt(2 (L - H) / n)` for squared errors and counts, `(L - H) / n` for location
+losses. For other losses, sigma is 1. `|Q|^2` is the squared length of D in the
+metric of K-FAC. The sum is over the blocks, or over all matrices of a model
+without blocks, and
 
-    rho = max(new, 0.9 rho + 0.1 new),   new = D^T F D / sum |Q|^2
+    rho = max(new, 0.9 rho + 0.1 new),   new = |D^T F D| / sum |Q|^2
 
 corrects the length of all D, including those of matrices without a block, by
 the Gauss-Newton matrix F of a quarter of the batch, or of the whole batch if
@@ -54,10 +54,14 @@ from tfkfac.curvature.directional import (
 )
 from tfkfac.curvature.hessian import ADVICE
 from tfkfac.kfac.averages import SPECTRAL
-from tfkfac.loss.recognition import CROSS_ENTROPIES, NORMAL
+from tfkfac.loss.recognition import (
+    CROSS_ENTROPIES,
+    LOCATION,
+    NORMAL,
+    POISSON,
+)
 from tfkfac.loss.shares import weighted
 from tfkfac.loss.targets import label_count
-from tfkfac.loss.terms import has_free_scale
 from tfkfac.saving.slots import Slots
 from tfkfac.shell.rest import LENGTH
 from tfkfac.shell.small_rates import RATE
@@ -164,14 +168,12 @@ class Batch(NamedTuple):
             return form
 
         power = None
-        if loss.losses and all(map(has_free_scale, loss.losses)):
-            names = {terms.likelihood.name for terms in loss.losses}
-            power = 0.5 if names == {NORMAL} else 1.0
+        names = {terms.likelihood.name for terms in loss.losses}
+        if names and names <= {NORMAL, POISSON, LOCATION}:
+            power = 1.0 if LOCATION in names else 0.5
         # The property adds regularizers to a graph, where nothing uses them.
-        vanishes = bool(loss.losses) and not job.model.losses
-        vanishes &= all(
-            terms.likelihood.name in CROSS_ENTROPIES for terms in loss.losses
-        )
+        vanishes = bool(names) and names <= {*CROSS_ENTROPIES}
+        vanishes &= not job.model.losses
         return cls(labels, curvature, power, vanishes)
 
 
@@ -245,9 +247,10 @@ class SpectralLength(Slots):
     def _update_ratio(self, form: tf.Tensor, square: tf.Tensor) -> None:
         """Update rho from `D^T F D` (`form`) and `sum |Q|^2` (`square`).
 
-        Ignore a form that is not positive: the batch has no weight, or the
-        loss is not convex in its inputs.
+        Ignore a form of 0: the batch has no weight. It is negative where the
+        loss is concave in its inputs, as soft Dice losses are.
         """
+        form = tf.abs(form)
         usable = tf.math.is_finite(form) & (form > 0)
         new = tf.math.divide_no_nan(form, square)
         new = tf.maximum(new, _MIN_RATIO)

@@ -18,6 +18,7 @@ from tfkfac.loss.recognition import (
     CATEGORICAL,
     CATEGORICAL_LOGITS,
     CROSS_ENTROPIES,
+    POISSON,
 )
 from tfkfac.loss.terms import LossTerms
 
@@ -90,9 +91,9 @@ def _minimum(terms: LossTerms) -> tf.Tensor:
 
 
 def _entropies(call: LossCall, likelihood: str | None) -> tf.Tensor | None:
-    """Return the entropies of the targets; None for minima of 0."""
+    """Return the least losses of the targets; None for minima of 0."""
     y = call.y_true
-    is_known = likelihood in CROSS_ENTROPIES
+    is_known = likelihood in (*CROSS_ENTROPIES, POISSON)
     is_known &= isinstance(y, (tf.Tensor, tf.Variable, np.ndarray))
     # The minimum of a divergence is 0: the divergence of y from itself.
     is_divergence = loss_function(call.loss) is keras.losses.kl_divergence
@@ -102,6 +103,8 @@ def _entropies(call: LossCall, likelihood: str | None) -> tf.Tensor | None:
     # Use float32: label smoothing needs it for integers, sums for float16.
     if not y.dtype.is_floating or y.dtype.size < 4:
         y = tf.cast(y, tf.float32)
+    if likelihood == POISSON:
+        return y - _xlogx(y)  # `p - y log p` is minimal at `p = y`
     smoothing = tf.cast(
         loss_arguments(call.loss).get("label_smoothing", 0.0), y.dtype
     )
