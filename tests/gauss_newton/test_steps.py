@@ -338,6 +338,26 @@ def test_one_trace_for_all_batches() -> None:
     assert len(traces) == 1
 
 
+# ---------------------------------------------- shared outputs, frozen layers
+def test_losses_of_a_tensor_returned_twice() -> None:
+    """The step of a linear model minimises the sum of both losses.
+
+    The loss of the name "b" alone, or of the tensor's first name, is smaller.
+    """
+    x = keras.Input((2,))
+    y = layers.Dense(1)(x)
+    model = keras.Model(x, {"c": y, "b": y, "a": y})
+    mse, weights = {"c": "mse", "b": "mse"}, {"c": 1.0, "b": 3.0}
+    optimizer = tfkfac.GaussNewton(1e-6, momentum=0.0)
+    model.compile(optimizer, mse, loss_weights=weights)
+    labels = {"b": VALUES, "c": 1 - VALUES, "a": VALUES}
+    model.fit(POINTS, labels, len(POINTS), 3, verbose=0)
+    matrix = np.c_[POINTS, np.ones(len(POINTS))]
+    want = np.linalg.lstsq(matrix, (1 - VALUES + 3 * VALUES) / 4, rcond=None)[0]
+    got = np.concatenate([np.reshape(w, [-1, 1]) for w in model.get_weights()])
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 # --------------------------------------------------------- search for a damping
 MATRIX = RNG.normal(size=(6, 4))
 OFFSETS = RNG.normal(size=6)
