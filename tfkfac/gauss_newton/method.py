@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
+import keras
 import tensorflow as tf
 from typing_extensions import override
 
@@ -56,7 +57,7 @@ class State(Slots):
     def __init__(self, damping: float, space: FlatSpace) -> None:
         super().__init__("replica")
         # Damping of the first try of the next step, and the previous step d,
-        # zero if it was rejected.
+        # zero if it was rejected and for weights that were frozen.
         self.damping = self.slot("damping", (), "float64", damping, least=0)
         self.previous = self.slot("previous_step", [space.size], space.dtype)
         self.tries = self.slot("tries")
@@ -68,7 +69,6 @@ class State(Slots):
     def record(self, result: Search, residuals: tf.Tensor, name: str) -> None:
         """Record the result of a step's tries."""
         self.damping.assign(result.damping)
-        self.previous.assign(result.change)
         self.tries.assign_add(tf.cast(result.tries, tf.int64))
         self.settled.assign_add(tf.cast(result.settled, tf.int64))
         count_each(
@@ -89,6 +89,17 @@ class State(Slots):
         self.last.assign(tf.stack([tf.cast(v, tf.float64) for v in values]))
 
 
+def rearrange(
+    vector: tf.Tensor,
+    old: Sequence[keras.Variable],
+    new: Sequence[keras.Variable],
+) -> tf.Tensor:
+    """Convert a flat vector of `old` weights to `new` weights; others 0."""
+    tensors = flat_space(old).split(tf.convert_to_tensor(vector))
+    by_id = dict(zip(map(id, old), tensors, strict=True))
+    return flat_space(new).join([by_id.get(id(v)) for v in new])
+
+
 class GaussNewtonMethod(Method):
     """Exact minimisation of the damped Gauss-Newton model of a batch."""
 
@@ -97,6 +108,9 @@ class GaussNewtonMethod(Method):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.states: tuple[State, ...] = ()
+        # Trainable weights when the state was created; layers may be frozen
+        # afterwards.
+        self.state_weights: list[keras.Variable] = []
         # Residuals and forward-pass scalars per example; `run` sets both.
         self.outputs, self.activations = 1, 0
         self.conditions: Conditions | None = None  # the model in `minimize`
@@ -120,11 +134,12 @@ class GaussNewtonMethod(Method):
             block = self.limits.block
             before, jacobian = objective.at_weights(block, max_examples)
         state = self.job.local_state(self.states)
-        # Drop Keras' gradients, which the Jacobian makes redundant.
-        indices = iter(indices_in(step, model.trainable_variables))
+        weights = objective.weights
+        indices = iter(indices_in(step, weights))
         weight_indices = [
             None if g is None else next(indices) for g in step.gradients
         ]
+        # Drop Keras' gradients, which the Jacobian makes redundant.
         step.drop_gradients(range(len(weight_indices)), before)
         searches = [
             functools.partial(
@@ -140,6 +155,8 @@ class GaussNewtonMethod(Method):
                 limit = min(self.space.size - 1, self.limits.max_residuals())
                 result = tf.cond(residuals <= limit, *searches)
             state.record(result, residuals, self.job.name)
+            change = rearrange(result.change, weights, self.state_weights)
+            state.previous.assign(change)
             tensors = self.space.split(-result.change)  # gradients for SGD
             return Update(
                 [None if i is None else tensors[i] for i in weight_indices]
@@ -189,13 +206,16 @@ class GaussNewtonMethod(Method):
                 vector = jacobian.second_derivatives(change)
                 return objective.sum(jacobian.pull(vector))
 
+        previous = rearrange(
+            state.previous, self.state_weights, objective.weights
+        )
         rate = tf.cast(self.job.inner_optimizer.learning_rate, tf.float64)
         return search(
             equations,
             objective.loss_after,
             before,
             tf.convert_to_tensor(state.damping),
-            self.settings.momentum * state.previous,
+            self.settings.momentum * previous,
             rate,
             self.settings.max_tries,
             objective.precision,
@@ -253,6 +273,7 @@ class GaussNewtonMethod(Method):
         if not self.states:
             damping, space = self.settings.damping, self.space
             self.states = self.job.for_each(lambda rank: State(damping, space))
+            self.state_weights = list(model.trainable_variables)
         return self.states
 
     @override
@@ -305,7 +326,9 @@ class GaussNewtonMethod(Method):
 
     @override
     def state_bytes(self) -> dict[str, int]:
-        space = self.space
+        space = flat_space(
+            self.state_weights or self.job.model.trainable_variables
+        )
         with planned():
             total = State(self.settings.damping, space).bytes
         previous = space.size * space.dtype.size
