@@ -10,12 +10,13 @@ from typing_extensions import override
 
 from tfkfac.capture.model_taps import ForwardTap
 from tfkfac.compat.graphs import Tracked
-from tfkfac.curvature.hessian import flat_space
+from tfkfac.curvature.hessian import dense, flat_space
 from tfkfac.distributed.collectives import all_reduce_bytes
 from tfkfac.gauss_newton import support
 from tfkfac.gauss_newton.objective import Jacobian, Objective, activations
 from tfkfac.gauss_newton.solve import NormalEquations, Search, search, unit
 from tfkfac.linalg.symmetric import pack, packed_size, unpack
+from tfkfac.linalg.tensors import rounding
 from tfkfac.linalg.vectors import FlatSpace
 from tfkfac.saving.entries import Contents
 from tfkfac.saving.slots import Slots, planned
@@ -23,7 +24,7 @@ from tfkfac.shell.conditions import Conditions
 from tfkfac.shell.method import Method
 from tfkfac.shell.model import train_without_xla
 from tfkfac.shell.tables import bytes_text, table
-from tfkfac.training.guards import count_each
+from tfkfac.training.guards import count_each, refuse
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update, indices_in
 
@@ -37,6 +38,12 @@ _NAMES = (
     "actual_reduction",
     "accepted",
     "residuals",
+)
+_OTHER_GRADIENT = (
+    "Argument `grads` of `apply` must be the gradient of the loss that "
+    "`compute_loss` returned, which `GaussNewton` minimises. Received: another "
+    f"gradient. {support.ONE_LOSS} Row i of an output must depend only on row "
+    "i of the inputs."
 )
 
 
@@ -139,11 +146,14 @@ class GaussNewtonMethod(Method):
         weight_indices = [
             None if g is None else next(indices) for g in step.gradients
         ]
+        by_index = dict(zip(weight_indices, step.gradients, strict=True))
+        gradients = [by_index.get(i) for i in range(len(weights))]
+        gradient = self.space.join(dense(gradients))
         # Drop Keras' gradients, which the Jacobian makes redundant.
         step.drop_gradients(range(len(weight_indices)), before)
         searches = [
             functools.partial(
-                self.search, space, objective, before, jacobian, state
+                self.search, space, objective, before, jacobian, state, gradient
             )
             for space in spaces
         ]
@@ -172,8 +182,12 @@ class GaussNewtonMethod(Method):
         before: tf.Tensor,
         jacobian: Jacobian,
         state: State,
+        given: tf.Tensor,
     ) -> Search:
-        """Try dampings, solving in `space`, until a step lowers the loss."""
+        """Try dampings, solving in `space`, until a step lowers the loss.
+
+        `given` is the gradient that was passed to `apply`.
+        """
         derivatives: Callable[[tf.Tensor], tf.Tensor]
         if space == support.RESIDUALS:
             residuals = jacobian.residuals()
@@ -206,6 +220,19 @@ class GaussNewtonMethod(Method):
                 vector = jacobian.second_derivatives(change)
                 return objective.sum(jacobian.pull(vector))
 
+        if self.job.topology.replicas == 1:
+            # Units of the difference: the gradient, and its size for residuals
+            # of random signs, `|K| |r| / sqrt(m)`. The factor is 0.02 for
+            # float32, since products in TF32 have errors of 5e-4.
+            r, gradient = jacobian.residuals(), equations.gradient
+            square = equations.scale * self.space.size
+            square *= tf.reduce_mean(tf.square(r))
+            limit = tf.sqrt(tf.reduce_sum(tf.square(gradient)) + square)
+            limit *= rounding(objective.precision) ** 0.25
+            differs = tf.norm(given - gradient) > limit
+            check = refuse(differs & (state.tries == 0), _OTHER_GRADIENT)
+            with tf.control_dependencies([check]):
+                before = tf.identity(before)
         previous = rearrange(
             state.previous, self.state_weights, objective.weights
         )
