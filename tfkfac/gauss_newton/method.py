@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-import keras
 import tensorflow as tf
 from typing_extensions import override
 
@@ -61,12 +60,12 @@ class Settings:
 class State(Slots):
     """State of one replica, equal on all replicas."""
 
-    def __init__(self, damping: float, space: FlatSpace) -> None:
+    def __init__(self, damping: float, dtype: tf.DType) -> None:
         super().__init__("replica")
         # Damping of the first try of the next step, and the previous step d,
-        # zero if it was rejected and for weights that were frozen.
+        # zero if it was rejected. Its size changes if layers are frozen.
         self.damping = self.slot("damping", (), "float64", damping, least=0)
-        self.previous = self.slot("previous_step", [space.size], space.dtype)
+        self.previous = self.slot("previous_step", [None], dtype)
         self.tries = self.slot("tries")
         self.rejected = self.slot("rejected_steps")
         # Steps whose reduction is below rounding errors.
@@ -76,6 +75,7 @@ class State(Slots):
     def record(self, result: Search, residuals: tf.Tensor, name: str) -> None:
         """Record the result of a step's tries."""
         self.damping.assign(result.damping)
+        self.previous.assign(tf.cast(result.change, self.previous.dtype))
         self.tries.assign_add(tf.cast(result.tries, tf.int64))
         self.settled.assign_add(tf.cast(result.settled, tf.int64))
         count_each(
@@ -96,17 +96,6 @@ class State(Slots):
         self.last.assign(tf.stack([tf.cast(v, tf.float64) for v in values]))
 
 
-def rearrange(
-    vector: tf.Tensor,
-    old: Sequence[keras.Variable],
-    new: Sequence[keras.Variable],
-) -> tf.Tensor:
-    """Convert a flat vector of `old` weights to `new` weights; others 0."""
-    tensors = flat_space(old).split(tf.convert_to_tensor(vector))
-    by_id = dict(zip(map(id, old), tensors, strict=True))
-    return flat_space(new).join([by_id.get(id(v)) for v in new])
-
-
 class GaussNewtonMethod(Method):
     """Exact minimisation of the damped Gauss-Newton model of a batch."""
 
@@ -115,9 +104,6 @@ class GaussNewtonMethod(Method):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.states: tuple[State, ...] = ()
-        # Trainable weights when the state was created; layers may be frozen
-        # afterwards.
-        self.state_weights: list[keras.Variable] = []
         # Residuals and forward-pass scalars per example; `run` sets both.
         self.outputs, self.activations = 1, 0
         self.conditions: Conditions | None = None  # the model in `minimize`
@@ -165,8 +151,6 @@ class GaussNewtonMethod(Method):
                 limit = min(self.space.size - 1, self.limits.max_residuals())
                 result = tf.cond(residuals <= limit, *searches)
             state.record(result, residuals, self.job.name)
-            change = rearrange(result.change, weights, self.state_weights)
-            state.previous.assign(change)
             tensors = self.space.split(-result.change)  # gradients for SGD
             return Update(
                 [None if i is None else tensors[i] for i in weight_indices]
@@ -233,9 +217,14 @@ class GaussNewtonMethod(Method):
             check = refuse(differs & (state.tries == 0), _OTHER_GRADIENT)
             with tf.control_dependencies([check]):
                 before = tf.identity(before)
-        previous = rearrange(
-            state.previous, self.state_weights, objective.weights
+        # Start from zero in the first step, and after layers were frozen.
+        size, dtype = self.space.size, self.space.dtype
+        previous = tf.cond(
+            tf.size(state.previous) == size,
+            lambda: tf.cast(state.previous, dtype),
+            lambda: tf.zeros([size], dtype),
         )
+        previous = tf.ensure_shape(previous, [size])
         rate = tf.cast(self.job.inner_optimizer.learning_rate, tf.float64)
         return search(
             equations,
@@ -298,9 +287,8 @@ class GaussNewtonMethod(Method):
             self.limits, self.settings.solve, None, only
         )
         if not self.states:
-            damping, space = self.settings.damping, self.space
-            self.states = self.job.for_each(lambda rank: State(damping, space))
-            self.state_weights = list(model.trainable_variables)
+            damping, dtype = self.settings.damping, self.space.dtype
+            self.states = self.job.for_each(lambda rank: State(damping, dtype))
         return self.states
 
     @override
@@ -353,13 +341,11 @@ class GaussNewtonMethod(Method):
 
     @override
     def state_bytes(self) -> dict[str, int]:
-        space = flat_space(
-            self.state_weights or self.job.model.trainable_variables
-        )
+        space = self.space
         with planned():
-            total = State(self.settings.damping, space).bytes
+            counters = State(self.settings.damping, space.dtype).bytes
         previous = space.size * space.dtype.size
-        counters = total - previous
+        total = previous + counters
         return {"previous_step": previous, "counters": counters, "total": total}
 
     @override
