@@ -72,6 +72,15 @@ class State(Slots):
         self.settled = self.slot("settled_steps")
         self.last = self.slot("last", [len(_NAMES)], "float64", saved=False)
 
+    def previous_step(self, space: FlatSpace) -> tf.Tensor:
+        """Return the previous step; 0 in the first step or after freezing."""
+        previous = tf.cond(
+            tf.size(self.previous) == space.size,
+            lambda: tf.cast(self.previous, space.dtype),
+            lambda: tf.zeros([space.size], space.dtype),
+        )
+        return tf.ensure_shape(previous, [space.size])
+
     def record(self, result: Search, residuals: tf.Tensor, name: str) -> None:
         """Record the result of a step's tries."""
         self.damping.assign(result.damping)
@@ -217,21 +226,13 @@ class GaussNewtonMethod(Method):
             check = refuse(differs & (state.tries == 0), _OTHER_GRADIENT)
             with tf.control_dependencies([check]):
                 before = tf.identity(before)
-        # Start from zero in the first step, and after layers were frozen.
-        size, dtype = self.space.size, self.space.dtype
-        previous = tf.cond(
-            tf.size(state.previous) == size,
-            lambda: tf.cast(state.previous, dtype),
-            lambda: tf.zeros([size], dtype),
-        )
-        previous = tf.ensure_shape(previous, [size])
         rate = tf.cast(self.job.inner_optimizer.learning_rate, tf.float64)
         return search(
             equations,
             objective.loss_after,
             before,
             tf.convert_to_tensor(state.damping),
-            self.settings.momentum * previous,
+            self.settings.momentum * state.previous_step(self.space),
             rate,
             self.settings.max_tries,
             objective.precision,
