@@ -228,6 +228,93 @@ def test_errors_for_the_space_of_residuals() -> None:
         choose_solve_spaces(limits, "residuals", None, "with several replicas")
 
 
+# ------------------------------------------ other losses and changed gradients
+class Steps(keras.Sequential):
+    """Custom training step with the loss, or the gradients, of a case."""
+
+    case = ""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=predicted)
+            if self.case == "two losses":
+                other = self.compute_loss(x=x, y=2 * y, y_pred=predicted)
+                loss = 0.25 * loss + 0.75 * other
+            if "term" in self.case:
+                loss += tf.reduce_sum(self.trainable_variables[0] ** 2)
+            if self.case != "term without `scale_loss`":
+                loss = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        if self.case == "zero gradient":
+            gradients[0] *= 0.0
+        if self.case == "missing gradient":
+            gradients[0] = None
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def compiled_steps(case: str, **options: Any) -> Any:
+    keras.utils.set_random_seed(0)
+    network = Steps([keras.Input((3,)), layers.Dense(1)])
+    network.case = case
+    network.compile(tfkfac.GaussNewton(**options), "mse")
+    return network
+
+
+@pytest.mark.parametrize(
+    ("case", "solve"),
+    [
+        ("two losses", "auto"),
+        ("term", "residuals"),
+        ("term without `scale_loss`", "parameters"),
+        ("zero gradient", "auto"),
+        ("missing gradient", "auto"),
+    ],
+)
+def test_error_for_another_gradient(case: str, solve: str) -> None:
+    network = compiled_steps(case, solve=solve)
+    before = network.get_weights()
+    with pytest.raises(ValueError, match="`grads` of `apply` must be the"):
+        network.fit(X, Y, verbose=0)
+    np.testing.assert_equal(network.get_weights(), before)
+
+
+def test_own_training_step() -> None:
+    """The check passes near the minimum, where gradients are rounding errors.
+
+    A new optimizer compares the gradients again.
+    """
+    network = compiled_steps("")
+    network.fit(X, Y, epochs=10, verbose=0)
+    minimum = network.get_weights()
+    network.compile(tfkfac.GaussNewton(), "mse")
+    network.fit(X, Y, verbose=0)
+    for got, want in zip(network.get_weights(), minimum, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+def refuse_another_loss() -> None:
+    for case in "term", "two losses":
+        with strategy().scope():
+            network = compiled_steps(case)
+        message = "`loss` of `scale_loss` must be the loss that"
+        with pytest.raises(ValueError, match=message):
+            network.fit(X, Y, verbose=0)
+    with strategy().scope():
+        network = compiled_steps("")
+    network.fit(X, Y, verbose=0)
+    assert network.optimizer.last_step["accepted"]
+
+
+@pytest.mark.parametrize("where", ["mirrored"])
+def test_error_for_another_loss_of_replicas(
+    on_workers: Any, where: str
+) -> None:
+    on_workers(where, refuse_another_loss)
+
+
 def test_no_loss_scale() -> None:
     with pytest.raises(ValueError, match="LossScaleOptimizer"):
         model().compile(

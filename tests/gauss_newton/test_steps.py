@@ -4,6 +4,7 @@ Also the search for a damping, and unusual batches.
 """
 
 import functools
+import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -336,6 +337,49 @@ def test_one_trace_for_all_batches() -> None:
     model.fit(POINTS, VALUES, 6, epochs=2, shuffle=False, verbose=0)
     assert model.optimizer.last_step["residuals"] == 2
     assert len(traces) == 1
+
+
+# ---------------------------------------------- shared outputs, frozen layers
+def test_losses_of_a_tensor_returned_twice() -> None:
+    """The step of a linear model minimises the sum of both losses.
+
+    The loss of the name "b" alone, or of the tensor's first name, is smaller.
+    """
+    x = keras.Input((2,))
+    y = layers.Dense(1)(x)
+    model = keras.Model(x, {"c": y, "b": y, "a": y})
+    mse, weights = {"c": "mse", "b": "mse"}, {"c": 1.0, "b": 3.0}
+    optimizer = tfkfac.GaussNewton(1e-6, momentum=0.0)
+    model.compile(optimizer, mse, loss_weights=weights)
+    labels = {"b": VALUES, "c": 1 - VALUES, "a": VALUES}
+    model.fit(POINTS, labels, len(POINTS), 3, verbose=0)
+    matrix = np.c_[POINTS, np.ones(len(POINTS))]
+    want = np.linalg.lstsq(matrix, (1 - VALUES + 3 * VALUES) / 4, rcond=None)[0]
+    got = np.concatenate([np.reshape(w, [-1, 1]) for w in model.get_weights()])
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled_again", [False, True])
+def test_freezing_a_layer(compiled_again: bool, tmp_path: pathlib.Path) -> None:
+    """The next step starts from zero; a saved model continues."""
+    first, last = layers.Dense(3, "tanh"), layers.Dense(1)
+    model = keras.Sequential([keras.Input((2,)), first, last])
+    model.compile(tfkfac.GaussNewton(), "mse", run_eagerly=not compiled_again)
+    model.train_on_batch(POINTS, VALUES)
+    first.trainable = False
+    if compiled_again:
+        model.compile(model.optimizer, "mse")
+    frozen = first.get_weights()
+    model.train_on_batch(POINTS, VALUES)
+    assert model.optimizer.last_step["accepted"]
+    np.testing.assert_equal(first.get_weights(), frozen)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    for trained in model, loaded:
+        trained.train_on_batch(POINTS, VALUES)
+    pairs = zip(loaded.get_weights(), model.get_weights(), strict=True)
+    for got, want in pairs:
+        np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
 # --------------------------------------------------------- search for a damping

@@ -9,12 +9,13 @@ from typing_extensions import override
 
 from tfkfac.capture.model_taps import ForwardTap
 from tfkfac.compat.graphs import Tracked
-from tfkfac.curvature.hessian import flat_space
+from tfkfac.curvature.hessian import dense, flat_space
 from tfkfac.distributed.collectives import all_reduce_bytes
 from tfkfac.gauss_newton import support
 from tfkfac.gauss_newton.objective import Jacobian, Objective, activations
 from tfkfac.gauss_newton.solve import NormalEquations, Search, search, unit
 from tfkfac.linalg.symmetric import pack, packed_size, unpack
+from tfkfac.linalg.tensors import rounding
 from tfkfac.linalg.vectors import FlatSpace
 from tfkfac.saving.entries import Contents
 from tfkfac.saving.slots import Slots, planned
@@ -22,7 +23,7 @@ from tfkfac.shell.conditions import Conditions
 from tfkfac.shell.method import Method
 from tfkfac.shell.model import train_without_xla
 from tfkfac.shell.tables import bytes_text, table
-from tfkfac.training.guards import count_each
+from tfkfac.training.guards import count_each, refuse
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update, indices_in
 
@@ -36,6 +37,12 @@ _NAMES = (
     "actual_reduction",
     "accepted",
     "residuals",
+)
+_OTHER_GRADIENT = (
+    "Argument `grads` of `apply` must be the gradient of the loss that "
+    "`compute_loss` returned, which `GaussNewton` minimises. Received: another "
+    f"gradient. {support.ONE_LOSS} Row i of an output must depend only on row "
+    "i of the inputs."
 )
 
 
@@ -53,22 +60,31 @@ class Settings:
 class State(Slots):
     """State of one replica, equal on all replicas."""
 
-    def __init__(self, damping: float, space: FlatSpace) -> None:
+    def __init__(self, damping: float, dtype: tf.DType) -> None:
         super().__init__("replica")
         # Damping of the first try of the next step, and the previous step d,
-        # zero if it was rejected.
+        # zero if it was rejected. Its size changes if layers are frozen.
         self.damping = self.slot("damping", (), "float64", damping, least=0)
-        self.previous = self.slot("previous_step", [space.size], space.dtype)
+        self.previous = self.slot("previous_step", [None], dtype)
         self.tries = self.slot("tries")
         self.rejected = self.slot("rejected_steps")
         # Steps whose reduction is below rounding errors.
         self.settled = self.slot("settled_steps")
         self.last = self.slot("last", [len(_NAMES)], "float64", saved=False)
 
+    def previous_step(self, space: FlatSpace) -> tf.Tensor:
+        """Return the previous step; 0 in the first step or after freezing."""
+        previous = tf.cond(
+            tf.size(self.previous) == space.size,
+            lambda: tf.cast(self.previous, space.dtype),
+            lambda: tf.zeros([space.size], space.dtype),
+        )
+        return tf.ensure_shape(previous, [space.size])
+
     def record(self, result: Search, residuals: tf.Tensor, name: str) -> None:
         """Record the result of a step's tries."""
         self.damping.assign(result.damping)
-        self.previous.assign(result.change)
+        self.previous.assign(tf.cast(result.change, self.previous.dtype))
         self.tries.assign_add(tf.cast(result.tries, tf.int64))
         self.settled.assign_add(tf.cast(result.settled, tf.int64))
         count_each(
@@ -120,15 +136,19 @@ class GaussNewtonMethod(Method):
             block = self.limits.block
             before, jacobian = objective.at_weights(block, max_examples)
         state = self.job.local_state(self.states)
-        # Drop Keras' gradients, which the Jacobian makes redundant.
-        indices = iter(indices_in(step, model.trainable_variables))
+        weights = objective.weights
+        indices = iter(indices_in(step, weights))
         weight_indices = [
             None if g is None else next(indices) for g in step.gradients
         ]
+        by_index = dict(zip(weight_indices, step.gradients, strict=True))
+        gradients = [by_index.get(i) for i in range(len(weights))]
+        gradient = self.space.join(dense(gradients))
+        # Drop Keras' gradients, which the Jacobian makes redundant.
         step.drop_gradients(range(len(weight_indices)), before)
         searches = [
             functools.partial(
-                self.search, space, objective, before, jacobian, state
+                self.search, space, objective, before, jacobian, state, gradient
             )
             for space in spaces
         ]
@@ -155,8 +175,12 @@ class GaussNewtonMethod(Method):
         before: tf.Tensor,
         jacobian: Jacobian,
         state: State,
+        given: tf.Tensor,
     ) -> Search:
-        """Try dampings, solving in `space`, until a step lowers the loss."""
+        """Try dampings, solving in `space`, until a step lowers the loss.
+
+        `given` is the gradient that was passed to `apply`.
+        """
         derivatives: Callable[[tf.Tensor], tf.Tensor]
         if space == support.RESIDUALS:
             residuals = jacobian.residuals()
@@ -189,13 +213,26 @@ class GaussNewtonMethod(Method):
                 vector = jacobian.second_derivatives(change)
                 return objective.sum(jacobian.pull(vector))
 
+        if self.job.topology.replicas == 1:
+            # Units of the difference: the gradient, and its size for residuals
+            # of random signs, `|K| |r| / sqrt(m)`. The factor is 0.02 for
+            # float32, since products in TF32 have errors of 5e-4.
+            r, gradient = jacobian.residuals(), equations.gradient
+            square = equations.scale * self.space.size
+            square *= tf.reduce_mean(tf.square(r))
+            limit = tf.sqrt(tf.reduce_sum(tf.square(gradient)) + square)
+            limit *= rounding(objective.precision) ** 0.25
+            differs = tf.norm(given - gradient) > limit
+            check = refuse(differs & (state.tries == 0), _OTHER_GRADIENT)
+            with tf.control_dependencies([check]):
+                before = tf.identity(before)
         rate = tf.cast(self.job.inner_optimizer.learning_rate, tf.float64)
         return search(
             equations,
             objective.loss_after,
             before,
             tf.convert_to_tensor(state.damping),
-            self.settings.momentum * state.previous,
+            self.settings.momentum * state.previous_step(self.space),
             rate,
             self.settings.max_tries,
             objective.precision,
@@ -251,8 +288,8 @@ class GaussNewtonMethod(Method):
             self.limits, self.settings.solve, None, only
         )
         if not self.states:
-            damping, space = self.settings.damping, self.space
-            self.states = self.job.for_each(lambda rank: State(damping, space))
+            damping, dtype = self.settings.damping, self.space.dtype
+            self.states = self.job.for_each(lambda rank: State(damping, dtype))
         return self.states
 
     @override
@@ -307,9 +344,9 @@ class GaussNewtonMethod(Method):
     def state_bytes(self) -> dict[str, int]:
         space = self.space
         with planned():
-            total = State(self.settings.damping, space).bytes
+            counters = State(self.settings.damping, space.dtype).bytes
         previous = space.size * space.dtype.size
-        counters = total - previous
+        total = previous + counters
         return {"previous_step": previous, "counters": counters, "total": total}
 
     @override

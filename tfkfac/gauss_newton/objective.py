@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfkfac.capture.model_taps import ForwardCall, ForwardTap, paused
 from tfkfac.capture.walk import needs_loop
 from tfkfac.compat.graphs import VIEWS
-from tfkfac.compat.losses import logits_of
+from tfkfac.compat.losses import logits_of, observed_losses
 from tfkfac.curvature.gauss_newton import Reading
 from tfkfac.curvature.hessian import dense, tape
 from tfkfac.fisher.distributions import Normal, Output, output_of
@@ -323,15 +323,25 @@ class Objective:
             leaves = [r.cut(y) for r, y in zip(readings, flat, strict=True)]
             outputs = keras.tree.pack_sequence_as(self.call.outputs, leaves)
             shares: Sequence[tf.Tensor] = step.loss.shares
-            with paused(), keras.StatelessScope(mapping, collect_losses=True):
+            with (
+                paused(),
+                keras.StatelessScope(mapping, collect_losses=True),
+                observed_losses() as calls,
+            ):
                 loss = loss_of_outputs(model, self.arguments, outputs, shares)
         slopes = back.gradient(loss, [r.leaves for r in readings])
         # The outputs or logits that the losses use.
         losses = step.loss.losses
         shares = shares or [tf.ones([], tf.float64)] * len(losses)
-        used = outputs_of_losses(step, self.call)
+        used = [output for _, output in outputs_of_losses(step, self.call)]
+        # A model may return the same tensor twice, but each leaf is unique.
+        indices = {id(leaf): i for i, leaf in enumerate(leaves)}
+        used_leaves = [c.y_pred for c in calls if c.reduction is not None]
         inputs = []
-        for terms, share, (i, output) in zip(losses, shares, used, strict=True):
+        for terms, share, output, used_leaf in zip(
+            losses, shares, used, used_leaves, strict=True
+        ):
+            i = indices[id(used_leaf)]
             # The leaves are the logits, if any, and then the output.
             leaf = next(k for k, s in enumerate(slopes[i]) if s is not None)
             is_logits = leaf < len(readings[i].leaves) - 1

@@ -16,7 +16,8 @@ from tfkfac.checks import (
     if_given,
 )
 from tfkfac.gauss_newton.method import GaussNewtonMethod, Settings
-from tfkfac.gauss_newton.support import SPACES
+from tfkfac.gauss_newton.support import ONE_LOSS, SPACES
+from tfkfac.loss.batch import LossTap
 from tfkfac.shell.arguments import check_rate
 from tfkfac.shell.conditions import (
     MAX_STEPS,
@@ -176,6 +177,36 @@ class GaussNewton(SecondOrderOptimizer):
                 "needs float32 or float64."
             )
         return super().attach(model, loss_terms=loss_terms)
+
+    @tf.autograph.experimental.do_not_convert
+    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+        """Weight the loss by this replica's share of the batch.
+
+        See `tfkfac.KFAC.scale_loss`.
+
+        Args:
+            loss: The result of `compute_loss`.
+
+        Returns:
+            The loss to differentiate.
+
+        Raises:
+            ValueError: If several replicas pass another loss.
+        """
+        job = self._job
+        # One replica compares the gradients of its first step instead.
+        if job is not None and job.topology.replicas > 1:
+            batches = LossTap.open(job.model).current()
+            is_other = loss.shape.rank == 0 and all(
+                loss is not batch.value for batch in batches
+            )
+            if is_other or any(batch.ordinal for batch in batches):
+                raise ValueError(
+                    "Argument `loss` of `scale_loss` must be the loss that "
+                    "`compute_loss` returned, which `GaussNewton` minimises. "
+                    f"Received: loss={loss}. {ONE_LOSS}"
+                )
+        return super().scale_loss(loss)
 
     def minimize(
         self,

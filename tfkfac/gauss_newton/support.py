@@ -19,6 +19,11 @@ from tfkfac.shell.tables import bytes_text, unit_of
 from tfkfac.training.guards import refuse
 
 _ADVICE = "Leave it out, or use `tfkfac.KFAC` or another optimizer."
+ONE_LOSS = (
+    "Call `compute_loss` once in a step, and change neither its result nor the "
+    "gradients. Return the residuals of other loss terms as outputs of the "
+    "model, and compile a loss for them."
+)
 
 
 def check_model(model: keras.Model) -> None:
