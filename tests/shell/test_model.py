@@ -123,16 +123,23 @@ def test_ignored_differences() -> None:
         lambda: tfkfac.FOSI(SGD(0.01)),
         tfkfac.GaussNewton,
         lambda: KFAC(gradient_accumulation_steps=2),
+        lambda: tfkfac.LossScaleOptimizer(KFAC()),
     ],
 )
-def test_float8(optimizer: Any) -> None:
+@pytest.mark.parametrize("is_built", [True, False])
+def test_float8(optimizer: Any, is_built: bool) -> None:
     """Keras replaces scales of float8 by their gradients, also in K-FAC."""
     x = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
-    model = keras.Sequential([keras.Input((8,)), layers.Dense(3)])
-    model.quantize("float8")
+
+    def train(optimizer: Any) -> Any:
+        dense = layers.Dense(3, dtype="float8_from_float32")
+        start = [keras.Input((8,))] if is_built else []
+        model = keras.Sequential([*start, dense])
+        model.compile(optimizer, "mse")
+        model.fit(x, x[:, :3], 16, verbose=0)
+        return dense.inputs_amax_history
+
     with pytest.raises(ValueError, match="in float8 "):
-        model.compile(optimizer(), "mse")
-    model.compile(KFAC(SGD(0.01)), "mse")
-    model.fit(x, x[:, :3], 16, verbose=0)
-    (history,) = (v for v in model.weights if v.name == "inputs_amax_history")
-    assert np.max(history) == pytest.approx(np.abs(x).max(), rel=1e-6)
+        train(optimizer())
+    largest = np.max(train(KFAC(SGD(0.01))))
+    assert largest == pytest.approx(np.abs(x).max(), rel=1e-6)

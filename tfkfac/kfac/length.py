@@ -33,14 +33,19 @@ train better with longer steps than rho allows. There, for all layers,
 
 Without a limit, steps would go on at the length f c where the predictions of
 classes are certain and the gradient vanishes, and the weights would grow until
-the loss jumps. So if all losses are cross-entropies and the model has no
-penalties, r is multiplied by `min(1, (L - H) / (n 1e-5))`, and a step that this
-shortens does not change rho.
+the loss jumps. So if all losses are cross-entropies, and there are no penalties
+and no loss of the model's own, r is multiplied by
+
+    min(1, |L - H| / (n 1e-5)),
+
+also in the decay of the weights, and a step that this shortens does not change
+rho.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import keras
 import tensorflow as tf
 
 from tfkfac.blocks.statistics import Examples, Subsample
@@ -110,7 +115,7 @@ class Batch(NamedTuple):
     power: float | None
     """Exponent of sigma in the module docstring; None for sigma = 1."""
     vanishes: bool
-    """True if there are cross-entropies and nothing else in the loss."""
+    """True if Keras computes the loss, of cross-entropies without penalties."""
 
     @classmethod
     def of(
@@ -174,6 +179,8 @@ class Batch(NamedTuple):
         # The property adds regularizers to a graph, where nothing uses them.
         vanishes = bool(names) and names <= {*CROSS_ENTROPIES}
         vanishes &= not job.model.losses
+        vanishes &= type(job.model).compute_loss is keras.Model.compute_loss
+        vanishes &= type(job.model).train_step is keras.Model.train_step
         return cls(labels, curvature, power, vanishes)
 
 
@@ -213,15 +220,16 @@ class SpectralLength(Slots):
             curvature: Returns `D^T F D`, 0 if it is unknown.
             updates: T.
             power: Exponent of sigma; None for sigma = 1.
-            vanishes: True if `L - H` is 0 where the gradients are.
+            vanishes: True if all gradients vanish where `L - H` is 0.
         """
         self.steps.assign_add(1)
         due = (self.steps <= _EARLY) | tf.equal(self.steps % _INTERVAL, 0)
         share = tf.ones([], tf.float64)
         if vanishes:
-            share = tf.maximum(excess, 0) / (labels * _CERTAIN)
+            # The excess is negative with negative weights of examples.
+            share = tf.abs(excess) / (labels * _CERTAIN)
             share = tf.where(share < 1, share, 1)  # also if it is NaN
-            due &= share >= 1
+            due &= share >= 1  # all workers have the same sums
         when(due, lambda: self._update_ratio(curvature(), square))
         # Use 0 if the loss is not finite; the gradients may still be finite.
         excess = tf.where(tf.math.is_finite(excess), tf.maximum(excess, 0), 0)
@@ -247,8 +255,8 @@ class SpectralLength(Slots):
     def _update_ratio(self, form: tf.Tensor, square: tf.Tensor) -> None:
         """Update rho from `D^T F D` (`form`) and `sum |Q|^2` (`square`).
 
-        Ignore a form of 0: the batch has no weight. It is negative where the
-        loss is concave in its inputs, as soft Dice losses are.
+        Ignore a form of 0: the batch has no weights, or the loss no second
+        derivative. The form of a concave loss, such as Dice, is negative.
         """
         form = tf.abs(form)
         usable = tf.math.is_finite(form) & (form > 0)

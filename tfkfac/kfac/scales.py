@@ -64,8 +64,8 @@ class Moments:
         is_early: tf.Tensor,
     ) -> None:
         self._losses, self._units, self.layers = loss.losses, loss.units, layers
-        # A fit to one of two losses with the same last layer could be far from
-        # the other.
+        # Fit no layer of two losses: outputs that are fitted to one loss may be
+        # far from the labels of the other.
         positions = [None if x is None else x.position for x in layers]
         self._fits = [
             OutputFit.of(terms, layer, is_early)

@@ -37,7 +37,7 @@ def check_settings(
 
     XLA without a GPU is turned off. `loss_scaler` is the `LossScaleOptimizer`
     around the optimizer, or None; `optimizers` are the wrapped optimizers.
-    `takes_float8` is False if the method changes or averages all gradients.
+    `takes_float8` is True if the method trains layers in float8.
     """
     if not tf.config.list_physical_devices("GPU"):
         train_without_xla(
@@ -47,19 +47,8 @@ def check_settings(
             "Received: jit_compile=True.",
         )
     strategy = model.distribute_strategy
-    overwritten = [
-        variable.path
-        for variable in model.trainable_variables
-        if getattr(variable, "overwrite_with_gradient", False)
-    ]
-    if overwritten and not (
-        takes_float8 and strategy.num_replicas_in_sync == 1
-    ):
-        raise ValueError(
-            "Layers in float8 train with `KFAC` only, on one replica and "
-            "without gradient accumulation: Keras replaces some of their "
-            f"variables by the gradient. Received: {overwritten[0]}"
-        )
+    takes_float8 &= strategy.num_replicas_in_sync == 1 and loss_scaler is None
+    check_float8(model.trainable_variables, takes_float8)
     check_strategy(strategy)
     repair(strategy)
     if strategy.num_replicas_in_sync == 1:
@@ -90,6 +79,25 @@ def check_settings(
                 f"{type(optimizer).__name__} '{optimizer.name}', created "
                 "outside"
             )
+
+
+def check_float8(variables: Sequence[keras.Variable], is_known: bool) -> None:
+    """Refuse the scales of layers in float8, unless they are known to be right.
+
+    Keras replaces these variables by their gradients, which must not be
+    averaged, scaled or changed.
+    """
+    scales = [
+        variable.path
+        for variable in variables
+        if getattr(variable, "overwrite_with_gradient", False)
+    ]
+    if scales and not is_known:
+        raise ValueError(
+            "Layers in float8 train with `KFAC` only, on one replica, without "
+            "gradient accumulation and loss scaling: Keras replaces some of "
+            f"their variables by the gradient. Received: {scales[0]}"
+        )
 
 
 def train_without_xla(model: keras.Model, reason: str) -> None:

@@ -30,7 +30,13 @@ from tfkfac.shell.arguments import (
     setting,
 )
 from tfkfac.shell.method import Method
-from tfkfac.shell.model import check_settings, describe_model, plain, uses_xla
+from tfkfac.shell.model import (
+    check_float8,
+    check_settings,
+    describe_model,
+    plain,
+    uses_xla,
+)
 from tfkfac.shell.rates import ScheduledOptimizer
 from tfkfac.shell.saving import SavedState
 from tfkfac.training.job import Job
@@ -260,6 +266,8 @@ class SecondOrderOptimizer(ScheduledOptimizer):
         if self.built:
             return
         job = self._bound_job()
+        is_single = job.topology.replicas == 1 and self._scaling.scaler is None
+        check_float8(variables, self.method.takes_float8 and is_single)
         for value in vars(self.method.settings).values():
             if isinstance(value, Hyperparameter):
                 value.build()

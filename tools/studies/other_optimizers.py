@@ -4,7 +4,7 @@
         --optimizer tools/studies/other_optimizers.py:soap
 
 `reshaped_muon` is Keras' Muon that also orthogonalises the kernels of
-convolutions, as matrices with a row for each input of an output. `soap` is the
+convolutions, as matrices of shape `(inputs, outputs)`. `soap` is the
 algorithm of Vyas et al. (2024), "SOAP: Improving and Stabilizing Shampoo using
 Adam", with the constants of its authors: Adam in the eigenbases of Shampoo's
 matrices, which are updated in every tenth step. Kernels are matrices, too.
@@ -15,8 +15,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# Decays of the averages of gradients, their squares and Shampoo's matrices.
-_BETA, _FREQUENCY, _EPSILON = 0.95, 10, 1e-8
+# Decay of the averages of gradients, their squares and Shampoo's matrices.
+_BETA = 0.95
+_UPDATE_INTERVAL = 10  # steps between updates of the eigenbases
+_EPSILON = 1e-8
 # Sides of more elements are not rotated.
 _MAX_SIDE = 10_000
 
@@ -35,8 +37,8 @@ class ReshapedMuon(keras.optimizers.Muon):
     """Muon that treats a kernel `(..., inputs, outputs)` as a matrix."""
 
     def _should_use_adamw(self, variable: Any) -> bool:
-        """Use Muon for all variables that have a matrix."""
-        if len(variable.shape) > 2:
+        """Use Muon for matrices and kernels of two or three dimensions."""
+        if len(variable.shape) in (4, 5):
             return False
         return bool(super()._should_use_adamw(variable))
 
@@ -116,7 +118,7 @@ class _State:
                 gradient, gradient, transpose_a=axis == 1, transpose_b=axis == 0
             )
             average.assign(self._mix(average, outer))
-        due = tf.equal(tf.cast(step, tf.int32) % _FREQUENCY, 0)
+        due = tf.equal(tf.cast(step, tf.int32) % _UPDATE_INTERVAL, 0)
         tf.cond(due, lambda: self._update_bases(is_first), tf.no_op)
         return direction
 
@@ -126,7 +128,7 @@ class _State:
         return _BETA * average + (1 - _BETA) * value
 
     def _rotate(self, matrix: tf.Tensor, back: bool = False) -> tf.Tensor:
-        """Multiply by the eigenbases, or by their transposes (`back`)."""
+        """Change to the eigenbases, or back (`back`)."""
         for axis, _, basis in self._sides:
             if axis == 1:
                 matrix = tf.matmul(matrix, basis, transpose_b=back)
