@@ -229,8 +229,9 @@ class SpectralLength(Slots):
             # The excess is negative with negative weights of examples.
             share = tf.abs(excess) / (labels * _CERTAIN)
             share = tf.where(share < 1, share, 1)  # also if it is NaN
-            due &= share >= 1  # all workers have the same sums
-        when(due, lambda: self._update_ratio(curvature(), square))
+        is_full = share >= 1
+        # `curvature` contains collectives, so `due` depends on no data.
+        when(due, lambda: self._update_ratio(curvature(), square, is_full))
         # Use 0 if the loss is not finite; the gradients may still be finite.
         excess = tf.where(tf.math.is_finite(excess), tf.maximum(excess, 0), 0)
         c = tf.minimum(_SHORT_RUN / tf.cast(updates, tf.float64), 1.0)
@@ -252,14 +253,17 @@ class SpectralLength(Slots):
             f = tf.clip_by_value(bound, f, _MAX_RECURRENT_BOUND)
         return share * tf.clip_by_value(rate, f * c, _MAX_RATE)
 
-    def _update_ratio(self, form: tf.Tensor, square: tf.Tensor) -> None:
+    def _update_ratio(
+        self, form: tf.Tensor, square: tf.Tensor, is_full: tf.Tensor
+    ) -> None:
         """Update rho from `D^T F D` (`form`) and `sum |Q|^2` (`square`).
 
-        Ignore a form of 0: the batch has no weights, or the loss no second
-        derivative. The form of a concave loss, such as Dice, is negative.
+        Keep rho if the step is shortened (not `is_full`). Ignore a
+        form of 0: the batch has no weights, or the loss no second derivative.
+        The form of a concave loss, such as Dice, is negative.
         """
         form = tf.abs(form)
-        usable = tf.math.is_finite(form) & (form > 0)
+        usable = tf.math.is_finite(form) & (form > 0) & is_full
         new = tf.math.divide_no_nan(form, square)
         new = tf.maximum(new, _MIN_RATIO)
         old = tf.where(tf.equal(self.steps, 1), new, self.ratio)
