@@ -120,13 +120,23 @@ def naming_layers(model: keras.Model) -> Iterator[None]:
     except LookupError as error:
         op_type = operation_without_gradient(error)
         raise no_second_derivative(model, op_type) from error
-    for operation in operations()[start:]:
-        if is_legacy_gradient(operation):
-            raise NotImplementedError(
-                f"A loop of model '{model.name}' or of its loss, for example "
-                "of `keras.losses.CTC`, has no second derivative in "
-                f"TensorFlow: {operation.name} cannot run.{ADVICE}"
-            )
+    except tf.errors.InvalidArgumentError as error:
+        # The second trace of a loop over functions of TensorFlow 1 fails: it
+        # redefines a function of the first. The message has its whole graph.
+        if "duplicate function" not in error.message:
+            raise
+        raise loop_without_second_derivative(model) from error
+    if any(map(is_legacy_gradient, operations()[start:])):
+        raise loop_without_second_derivative(model)
+
+
+def loop_without_second_derivative(model: keras.Model) -> NotImplementedError:
+    """Create the error for a loop over functions of TensorFlow 1."""
+    return NotImplementedError(
+        f"A loop of model '{model.name}' or of its loss, for example of "
+        "`keras.losses.CTC`, has no second derivative in TensorFlow: the "
+        f"gradient of its gradient cannot run.{ADVICE}"
+    )
 
 
 def no_second_derivative(
