@@ -246,24 +246,29 @@ def test_gradients_of_legacy_loops() -> None:
     """An LSTM's loop has a usual gradient."""
     layer = keras.layers.LSTM(3)
     layer.build((2, 6, 4))
-    types = tf.int32, tf.int32, tf.float32
-
-    @function.Defun(*types)
-    def condition(step: tf.Tensor, steps: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-        # TensorFlow names such functions by their operations. This number is
-        # in no other test, so no other function has this name.
-        del x
-        return step < tf.minimum(steps, 20_261)
-
-    @function.Defun(*types)
-    def body(step: tf.Tensor, steps: tf.Tensor, x: tf.Tensor) -> Any:
-        return step + 1, steps, tf.sin(x)
 
     def loop(x: tf.Tensor) -> tf.Tensor:
+        types = tf.int32, tf.int32, tf.float32
+
+        @function.Defun(*types)
+        def condition(i: tf.Tensor, steps: tf.Tensor, y: tf.Tensor) -> Any:
+            # TensorFlow names such functions by their operations. This number
+            # is in no other test, so no other function has this name.
+            del y
+            return i < tf.minimum(steps, 20_261)
+
+        @function.Defun(*types)
+        def body(i: tf.Tensor, steps: tf.Tensor, y: tf.Tensor) -> Any:
+            return i + 1, steps, y * x  # with a captured tensor
+
         return functional_ops.While([0, 3, x], condition, body)[2]
 
     def has_legacy_gradient(call: Callable[[tf.Tensor], tf.Tensor]) -> bool:
-        graph = graph_of_second_derivative(call, 2, 6, 4)
+        def gradient(x: tf.Tensor) -> Any:
+            return tf.gradients(call(x), x)
+
+        spec = tf.TensorSpec([2, 6, 4])
+        graph = tf.function(gradient).get_concrete_function(spec).graph
         return any(map(is_legacy_gradient, graph.get_operations()))
 
     assert has_legacy_gradient(loop)
