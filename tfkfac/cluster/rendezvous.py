@@ -15,16 +15,14 @@ these workers), "go", "timeout" and "refused".
 
 import dataclasses
 import os
-import queue
 import secrets
 import socket
-import threading
 import time
 
 import grpc
 
 from tfkfac.cluster import waiting
-from tfkfac.cluster.config import Cluster, split_address
+from tfkfac.cluster.config import Cluster
 from tfkfac.cluster.coordinator import Coordinator
 from tfkfac.cluster.messages import (
     METHOD,
@@ -38,7 +36,7 @@ from tfkfac.cluster.messages import (
     make_nonce,
     read_secret,
 )
-from tfkfac.cluster.waiting import RefusedError, Wait, escape, quote
+from tfkfac.cluster.waiting import RefusedError, Wait, escape
 
 _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
@@ -82,10 +80,6 @@ def wait_for_all(
     return dataclasses.replace(cluster, addresses=tuple(addresses)), seed
 
 
-class _UnreachableError(Exception):
-    """Worker 0 does not answer; the text is the cause."""
-
-
 class _Client:
     """Requests of this process to worker 0."""
 
@@ -105,10 +99,7 @@ class _Client:
 
     def probe(self) -> str:
         """As worker 0, return the job of another worker 0 at the port."""
-        try:
-            return escape(str(self._call().get("waiting", "")))
-        except _UnreachableError:
-            return ""
+        return escape(str(self._call().get("waiting", "")))
 
     def join(self) -> tuple[list[str], int]:
         """Repeat the request until worker 0 sends all addresses and a seed."""
@@ -119,26 +110,25 @@ class _Client:
             self._greeting = dataclasses.replace(self._greeting, port=port)
             while True:
                 missing = [0]
-                try:
-                    match self._call():
-                        case {"refused": str(text)}:
-                            raise RefusedError(escape(text))
-                        case {"timeout": str(text)}:
-                            raise TimeoutError(escape(text))
-                        case {"go": list(addresses), "seed": int(seed)}:
-                            return addresses, seed
-                        case {"missing": list(received)}:
-                            self._wait.cause = ""
-                            valid = range(size)
-                            missing = [i for i in received if i in valid]
-                except _UnreachableError as error:
-                    self._wait.cause = str(error)
-                self._wait.check(missing or [0])
+                match self._call():
+                    case {"refused": str(text)}:
+                        raise RefusedError(escape(text))
+                    case {"timeout": str(text)}:
+                        raise TimeoutError(escape(text))
+                    case {"go": list(addresses), "seed": int(seed)}:
+                        return addresses, seed
+                    case {"unreachable": str(text)}:
+                        self._wait.cause = escape(text)
+                    case {"missing": list(received)}:
+                        self._wait.cause = ""
+                        valid = range(size)
+                        missing = [i for i in received if i in valid] or [0]
+                self._wait.check(missing)
                 interval_s = waiting.request_interval_s(size)
                 time.sleep(self._wait.remaining(interval_s))
 
     def _call(self) -> Message:
-        """Send a request to worker 0; return its reply."""
+        """Send a request to worker 0; return its reply, or "unreachable"."""
         reply = self._send()
         if isinstance(session := reply.get("session"), str):
             self._greeting = dataclasses.replace(
@@ -157,9 +147,10 @@ class _Client:
                     data, timeout=self._wait.remaining(waiting.TIMEOUT_S)
                 )
             reply, is_authentic = decode(answer, self._secret, WORKER_0)
-        except (grpc.RpcError, ValueError):
-            cause = _diagnose(*split_address(address), self._wait.remaining(1))
-            raise _UnreachableError(cause) from None
+        except grpc.RpcError as error:
+            return {"unreachable": error.details() or "no answer"}
+        except ValueError:
+            return {"unreachable": "another program answers at its address"}
         if not is_authentic or reply.get("nonce") != greeting.nonce:
             raise RefusedError(
                 f"{self._cluster.name(0)} cannot prove that it has the secret "
@@ -170,31 +161,3 @@ class _Client:
                 f"{self._cluster.index}, another one or none on worker 0"
             )
         return reply
-
-
-def _diagnose(host: str, port: int, seconds: float) -> str:
-    """Return why no worker 0 answers at an address."""
-    name = f"the host name {quote(host)} cannot be resolved"
-    causes: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def connect() -> None:
-        try:
-            socket.create_connection((host, port), seconds).close()
-            cause = (
-                "a process accepts the connection there, but does not answer "
-                "as worker 0 of this version of tfkfac"
-            )
-        except (socket.gaierror, UnicodeError) as error:
-            cause = f"{name} ({getattr(error, 'strerror', None) or error})"
-        except ConnectionRefusedError:
-            cause = "the connection is refused, no process listens there"
-        except OSError as error:
-            cause = f"it cannot be reached ({error.strerror or error})"
-        causes.put(cause)
-
-    # Use a thread: name resolution has no timeout.
-    threading.Thread(target=connect, daemon=True).start()
-    try:
-        return causes.get(timeout=seconds + waiting.POLL_INTERVAL_S)
-    except queue.Empty:
-        return f"{name} (no answer of the name server)"

@@ -36,16 +36,14 @@ def lease_s(size: int) -> float:
 class Wait:
     """Deadline and printed reminders of the wait for other workers.
 
-    Reminders come after 5 s, 35 s, then when the time has doubled; 5 s after
-    the last reminder if the cause is new.
+    The first reminder comes after 5 s, the next when the time has doubled.
     """
 
     def __init__(self, cluster: Cluster, timeout: float | None) -> None:
         self._cluster = cluster
         self._timeout = timeout
         self._start = time.monotonic()
-        self._last_reminder, self._next_reminder = 0.0, TIMEOUT_S
-        self._printed_cause = ""
+        self._next_reminder = TIMEOUT_S
         self.cause = ""  # why worker 0 cannot be reached
         self.dropped: list[str] = []  # by worker 0, with reasons
 
@@ -72,13 +70,8 @@ class Wait:
                 "with the same cluster and an index of its own; argument "
                 "`start_timeout` of the strategy is the limit in seconds."
             )
-        due = self._next_reminder
-        if self.cause not in ("", self._printed_cause):
-            due = min(due, self._last_reminder + TIMEOUT_S)
-        if passed > due:
-            self._last_reminder = passed
-            self._next_reminder = passed + max(passed, 6 * TIMEOUT_S)
-            self._printed_cause = self.cause
+        if passed > self._next_reminder:
+            self._next_reminder = 2 * passed
             cause = f": {self.cause}" if self.cause else ""
             print_line(
                 f"worker {self._cluster.index} is waiting for {names}{cause} "
