@@ -58,14 +58,6 @@ def test_all_workers_stop_after_the_same_batch(
     assert ends[0][0] >= 20 and ends[0][1] >= 21
 
 
-def test_one_worker_stops_at_once() -> None:
-    stopping = Stopping()
-    assert not stopping.end_batch()
-    stopping.request()
-    assert stopping.end_batch()
-    assert not stopping.end_batch()
-
-
 @pytest.mark.parametrize("is_agreed", [False, True])
 def test_the_end_of_a_worker_ends_the_wait_for_it(is_agreed: bool) -> None:
     """It does not cancel a stop on which all have agreed."""

@@ -1,6 +1,8 @@
 """Workers with different weights or a different order of data."""
 
 import contextlib
+import functools
+import io
 import itertools
 import pathlib
 import random
@@ -8,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -19,6 +22,7 @@ from tests.support.cluster import run
 from tests.support.marks import with_slow
 from tests.support.strategies import local_ranks
 from tests.support.training import FEEDS, Training, build, fit
+from tfkfac.cluster import watch
 from tfkfac.compat.graphs import replica_copy
 from tfkfac.supervision import comparison
 
@@ -32,10 +36,48 @@ class Flip(keras.callbacks.Callback):
             kernel.assign(np.nextafter(kernel.numpy(), np.inf))
 
 
-def flip(optimizer: str, interval: int) -> str:
-    """Return the error of a training in which a bit changes."""
+def pause(model: Any, case: Training, folder: str) -> str:
+    """Stand still on worker 0 until a report; leave `fit` on it first.
+
+    Worker 1 waits in a callback until worker 0 has left `fit`. Returns the
+    standard error.
+    """
+    has_ended = pathlib.Path(folder) / "ended"
+    (rank,) = local_ranks()
+    stderr = io.StringIO()
+
+    def wait_until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert condition()
+
+    def stand_still(batch: int, logs: Any) -> None:
+        if batch == 1 and rank == 0:
+            wait_until(lambda: "wait_until (test" in stderr.getvalue())
+
+    def end_last(epoch: int, logs: Any) -> None:
+        if rank == 1:
+            wait_until(has_ended.exists)
+
+    callback = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=stand_still, on_epoch_end=end_last
+    )
+    with (
+        mock.patch.object(watch, "_STALL_TIMEOUT_S", 1.0),
+        mock.patch.object(watch, "_ANSWER_TIMEOUT_S", 0.5),
+        contextlib.redirect_stderr(stderr),
+    ):
+        fit(model, case, callback, steps=slice(2))
+    has_ended.touch()
+    return stderr.getvalue()
+
+
+def flip(optimizer: str, interval: int, folder: str) -> tuple[str, str]:
+    """Train with a pause; return the error of a training with a changed bit."""
     case = Training(optimizer, feed=FEEDS["even"][:8])
     model = build(case)
+    stderr = pause(model, case, folder)
     previous, comparison.INTERVAL = comparison.INTERVAL, interval
     try:
         with pytest.raises(RuntimeError) as error:
@@ -44,47 +86,38 @@ def flip(optimizer: str, interval: int) -> str:
         comparison.INTERVAL = previous
     path = model.get_layer("hidden").kernel.path
     assert f"these checksums differ: {path}" in str(error.value)
-    return str(error.value)
+    return str(error.value), stderr
 
 
 # Interval of the comparison, and updates until the detection.
-RUNS = {"two: KFAC": (3, 6), "two: FOSI": (100, 8)}
+RUNS = {"two: KFAC": (3, 2 + 6), "two: FOSI": (100, 2 + 8)}
 
 
 @pytest.mark.parametrize("name", with_slow(RUNS, "two: FOSI"))
-def test_one_changed_bit_of_a_weight(on_workers: Any, name: str) -> None:
-    """All workers raise the same error, which names weight and workers."""
+def test_workers_that_differ(
+    on_workers: Any, name: str, tmp_path: pathlib.Path
+) -> None:
+    """One changed bit of a weight raises the same error on all workers.
+
+    Before that worker 0 prints where each worker stands still, and leaves
+    `fit` first: a worker may stop, or fail, in a callback after its last step.
+    """
     interval, updates = RUNS[name]
     optimizer = name.partition(": ")[2]
-    first, second = on_workers("two", flip, optimizer, interval)
-    assert first == second
-    assert "no longer have the same weights" in first
-    assert f"After {updates} updates" in first
-    assert "on worker 0" in first
-    assert "on worker 1" in first
-
-
-def end_before_others(folder: str) -> None:
-    """Wait on worker 1 in a callback until worker 0 has left `fit`."""
-    has_ended = pathlib.Path(folder) / "ended"
-    (rank,) = local_ranks()
-
-    def wait(epoch: int, logs: Any) -> None:
-        deadline = time.monotonic() + 30
-        while rank and not has_ended.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not rank or has_ended.exists()
-
-    case = Training(feed=FEEDS["even"][:2])
-    fit(build(case), case, keras.callbacks.LambdaCallback(on_epoch_end=wait))
-    has_ended.touch()
-
-
-def test_no_worker_waits_for_another_at_the_end_of_fit(
-    on_workers: Any, tmp_path: pathlib.Path
-) -> None:
-    """A worker may stop, or fail, in a callback after its last step."""
-    on_workers("two", end_before_others, str(tmp_path))
+    results = on_workers("two", flip, optimizer, interval, str(tmp_path))
+    (error, stderr), (error_1, stderr_1) = results
+    assert error == error_1
+    assert "no longer have the same weights" in error
+    assert f"After {updates} updates" in error
+    assert "on worker 0" in error
+    assert "on worker 1" in error
+    lines = [x for x in stderr.splitlines() if x.startswith("tfkfac: ")]
+    first = lines.index("tfkfac: no step has ended for 1 s.")
+    for index, line in enumerate(lines[first + 1 : first + 3]):
+        assert line.startswith(f"tfkfac: worker {index} at ")
+    # The first step may be reported as well.
+    assert any("wait_until (test_comparison.py:" in x for x in lines)
+    assert "no step has ended" not in stderr_1
 
 
 # ------------------------------------------------------- the order of the data
@@ -166,16 +199,23 @@ class Batches(keras.utils.PyDataset):
         return {"inputs": x}, x
 
 
-def fit_rows(
-    strategy: Any, data: dict[str, Any], optimizer: str = "Adam"
-) -> Rows:
-    """Train; return the rows that this worker sees, by epoch."""
+@functools.cache
+def compiled(strategy: Any, optimizer: str) -> tuple[keras.Model, Recorder]:
+    """Return a compiled model, whose trace serves all inputs of a shape."""
     with strategy.scope():
         recorder = Recorder()
         input_layer = keras.Input((1,), name="inputs")
         outputs = keras.layers.Dense(1)(recorder(input_layer))
         model = keras.Model(input_layer, outputs)
         model.compile(OPTIMIZERS[optimizer](), "mse")
+    return model, recorder
+
+
+def fit_rows(
+    strategy: Any, data: dict[str, Any], optimizer: str = "Adam"
+) -> Rows:
+    """Train; return the rows that this worker sees, by epoch."""
+    model, recorder = compiled(strategy, optimizer)
     epochs = Epochs(recorder)
     arguments = {"epochs": EPOCHS, "verbose": 0, "callbacks": [epochs]}
     model.fit(**(arguments | data))

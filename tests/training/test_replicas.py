@@ -5,13 +5,9 @@ operations in program order. An assertion in the second replica's loss waited
 for a print in the first replica's step, which waits for a sum over both.
 """
 
-import contextlib
-import io
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import keras
 import numpy as np
@@ -24,7 +20,6 @@ from tests.support.dtypes import floats
 from tests.support.marks import with_slow
 from tests.support.schedules import Formula
 from tests.support.strategies import copies, strategy
-from tfkfac.cluster import watch
 
 STEPS, ROWS, POSITIONS, TOKENS = 3, 8, 3, 6
 
@@ -223,48 +218,3 @@ def test_training_ends_as_with_one_replica(on_workers: Any, name: str) -> None:
             np.testing.assert_allclose(
                 ours, theirs, rtol=tolerance, atol=tolerance
             )
-
-
-# ------------------------------------------------------------------- stall
-def stand_still() -> str:
-    """Return the standard error of a `fit` whose data stops until a report."""
-    stderr = io.StringIO()
-
-    def slow_rows() -> Iterator[Any]:
-        x, y = data("vectors")
-        for step in range(3):
-            end = time.monotonic() + (60 if step == 2 else 0)
-            while time.monotonic() < end and "slow_r" not in stderr.getvalue():
-                time.sleep(0.05)
-            yield x[:ROWS], y[:ROWS]
-
-    with strategy().scope():
-        model = network("vectors")
-        model.compile(
-            kfac(skip_layers=layers.Dense),
-            keras.losses.SparseCategoricalCrossentropy(True),
-        )
-    signature = (
-        tf.TensorSpec([None, 5], tf.float32),
-        tf.TensorSpec([None], tf.int64),
-    )
-    batches = tf.data.Dataset.from_generator(
-        slow_rows, output_signature=signature
-    )
-    with (
-        mock.patch.object(watch, "_STALL_TIMEOUT_S", 1.0),
-        mock.patch.object(watch, "_ANSWER_TIMEOUT_S", 0.1),
-        contextlib.redirect_stderr(stderr),
-    ):
-        model.fit(batches, shuffle=False, verbose=0)
-    return stderr.getvalue()
-
-
-@pytest.mark.parametrize("where", ["mirrored"])
-def test_a_stall_is_reported(on_workers: Any, where: str) -> None:
-    (stderr,) = on_workers(where, stand_still)
-    lines = [x for x in stderr.splitlines() if x.startswith("tfkfac: ")]
-    assert lines[0] == "tfkfac: no step has ended for 1 s."
-    assert lines[1].startswith("tfkfac: this process is in ")
-    # The first step may be reported as well.
-    assert any("slow_rows (test_replicas.py:" in x for x in lines[1::2])

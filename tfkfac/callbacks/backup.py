@@ -311,9 +311,9 @@ class ChiefBackup(
     # ---------------------------------------------------------- terminating
     def _install_sigterm_handler(self) -> None:
         """Make SIGTERM stop all workers after the same batch, if supported."""
-        stopping = getattr(self.model.distribute_strategy, "stopping", None)
+        strategy = self.model.distribute_strategy
+        self._stopping = getattr(strategy, "stopping", None)
         is_alone = get_optimizer(self).method.job.topology.processes == 1
-        self._stopping = stopping or (Stopping() if is_alone else None)
         # Only the main thread may set a signal handler.
         is_main_thread = threading.current_thread() is threading.main_thread()
         if not is_main_thread:
@@ -323,7 +323,7 @@ class ChiefBackup(
                 "its last epoch.",
                 stacklevel=2,
             )
-        if self._stopping is None or not is_main_thread:
+        if not (self._stopping or is_alone) or not is_main_thread:
             return
         previous = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
 
@@ -337,11 +337,14 @@ class ChiefBackup(
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._num_done = num_done = batch + 1
-        if self._stopping is None or num_done <= self.num_skipped:
+        if num_done <= self.num_skipped:
             return
-        if self._sigterm_received:
-            self._stopping.request()
-        if self._stopping.end_batch():
+        must_stop = self._sigterm_received
+        if self._stopping is not None:
+            if must_stop:
+                self._stopping.request()
+            must_stop = self._stopping.end_batch()
+        if must_stop:
             self._sigterm_received = False
             # Back up, and exit all processes.
             get_optimizer(self).gather_state()
@@ -391,8 +394,6 @@ class ChiefBackup(
     ) -> list[dict[str, Any]]:
         """Gather the values of all workers, by worker index."""
         job = get_optimizer(self).method.job
-        if job.topology.processes == 1:
-            return [local]
         return exchange(local, job.among_processes(purpose))
 
 

@@ -64,22 +64,16 @@ class EventLog:
     def start(self, *listeners: Listener) -> None:
         """Start the threads, which run until the process ends."""
         self._listeners = listeners
-        if self.index == 0 and self.size > 1:
+        if self.index == 0:
             set_text(_ALIVE, "")
-        methods = [self._dispatch]
-        if self.size > 1:
-            methods += [self._send, self._receive]
-            atexit.register(self._exit)
-        for method in methods:
+        atexit.register(self._exit)
+        for method in (self._dispatch, self._send, self._receive):
             name = f"tfkfac {method.__name__}"
             threading.Thread(target=method, name=name, daemon=True).start()
 
     def post(self, event: Event) -> None:
         """Send an event to all workers, without waiting for it."""
-        if self.size > 1:
-            self._outbox.put(event)
-        else:
-            self._inbox.put((self.index, event))
+        self._outbox.put(event)
 
     def tick_after(self, seconds: float) -> None:
         """Call `Listener.on_tick` after some seconds, from `on_event`."""
@@ -142,7 +136,7 @@ class EventLog:
 
     def _find_lost(self) -> set[int]:
         """Return lost workers; only worker 0 looks for workers above 0."""
-        if self.size == 1 or self._has_exited.is_set():
+        if self._has_exited.is_set():
             return set()
         if self.index == 0:
             return set(silent_workers()) - self._absent

@@ -18,10 +18,9 @@ class Stopping(Listener):
     All workers must count the same batches from the start of the process.
     """
 
-    def __init__(self, log: EventLog | None = None) -> None:
-        self._log = log  # None if there is one worker
-        self._workers = set(range(1 if log is None else log.size))
-        # Reentrant: with one worker, `_post` calls `on_event`.
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self._workers = set(range(log.size))
         self._changed = threading.Condition()
         self._num_batches = 0
         self._local_stop: int | None = None
@@ -31,13 +30,7 @@ class Stopping(Listener):
     def request(self) -> None:
         """Request a stop of all workers."""
         if self._local_stop is None:
-            self._post({"stop": True})
-
-    def _post(self, event: Event) -> None:
-        if self._log is None:
-            self.on_event(0, event)
-        else:
-            self._log.post(event)
+            self._log.post({"stop": True})
 
     def end_batch(self) -> bool:
         """Count a batch; return True if training must stop after it."""
@@ -66,7 +59,7 @@ class Stopping(Listener):
         with self._changed:
             if "stop" in event and self._local_stop is None:
                 self._local_stop = self._num_batches + 1
-                self._post({"stops after": self._local_stop})
+                self._log.post({"stops after": self._local_stop})
             elif "stops after" in event:
                 self._stops[sender] = event["stops after"]
             elif event == EXITED or LOST in event:

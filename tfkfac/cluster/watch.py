@@ -11,7 +11,6 @@ never aborts, because the first step may take minutes to compile.
 
 import contextlib
 import dataclasses
-import functools
 import os
 import pathlib
 import re
@@ -30,7 +29,6 @@ from tfkfac.cluster.config import Cluster, split_address
 from tfkfac.cluster.events import EXITED, LOST, Event, EventLog, Listener
 from tfkfac.cluster.waiting import print_line
 from tfkfac.compat.coordination import HEARTBEAT_TIMEOUT_S, abort_collectives
-from tfkfac.compat.strategies import local_devices
 
 # Time until this worker aborts its collectives after another one has failed.
 _GRACE_PERIOD_S = 0.2
@@ -312,20 +310,3 @@ class StallDetector(Listener):
             self._log.post({"place": f"is in {', '.join(functions)}"})
         elif "place" in event:
             self._locations[sender] = event["place"]
-
-
-def find_detector(strategy: tf.distribute.Strategy) -> StallDetector | None:
-    """Return the stall detector of a strategy; None for one replica."""
-    detector = getattr(strategy, "stall_detector", None)
-    if detector is not None or strategy.num_replicas_in_sync == 1:
-        return detector
-    return _local_detector() if len(local_devices(strategy)) > 1 else None
-
-
-@functools.cache
-def _local_detector() -> StallDetector:
-    """Return the stall detector of this process for several replicas."""
-    log = EventLog(0, 1)
-    detector = StallDetector(["this process"], log)
-    log.start(detector)
-    return detector

@@ -9,7 +9,6 @@ import keras
 from typing_extensions import override
 
 from tfkfac.cluster.waiting import print_line
-from tfkfac.cluster.watch import StallDetector, find_detector
 from tfkfac.compat.models import first_epoch
 from tfkfac.distributed.agreement import exchange
 from tfkfac.distributed.topology import find_topology
@@ -47,7 +46,6 @@ class Supervision(keras.callbacks.Callback):
         self._optimizer = optimizer
         self._callbacks = callbacks
         self._initial_epoch = initial_epoch
-        self._stall_detector: StallDetector | None = None
         self._is_alone = True
         self._frequencies: set[str | int | None] = set()
         self._batches = 0
@@ -69,7 +67,6 @@ class Supervision(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._previous_end = self._optimizer.plan.end
         strategy = self.model.distribute_strategy
-        self._stall_detector = find_detector(strategy)
         self._is_alone = find_topology(strategy).processes == 1
         if not self._is_alone:
             if not self._optimizer.built:
@@ -111,11 +108,10 @@ class Supervision(keras.callbacks.Callback):
 
     @override
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._stall_detector is not None:
-            self._stall_detector.record_step()
-        watch = getattr(self.model.distribute_strategy, "watch", None)
-        if watch is not None:
-            watch.has_stepped = True
+        strategy = self.model.distribute_strategy
+        if getattr(strategy, "watch", None) is not None:
+            strategy.watch.has_stepped = True
+            strategy.stall_detector.record_step()
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

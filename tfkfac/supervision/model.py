@@ -17,7 +17,6 @@ import tensorflow as tf
 
 from tfkfac.capture.model_taps import metrics_are_reset
 from tfkfac.capture.walk import detach, unbuilt
-from tfkfac.cluster.watch import find_detector
 from tfkfac.compat.models import (
     Arguments,
     Callbacks,
@@ -123,8 +122,8 @@ def _supervise(
                 yield callbacks
                 return
             stack.enter_context(as_errors())
-            if (detector := find_detector(strategy)) is not None:
-                stack.enter_context(detector.training())
+            if watch is not None:
+                stack.enter_context(strategy.stall_detector.training())
             plan = optimizer.plan
             stack.callback(lambda: plan.end_fit(optimizer.num_updates))
             for callback in callbacks:
