@@ -12,10 +12,6 @@ import plan
 import tfkfac
 
 
-def attached(built: Any) -> Any:
-    return tfkfac.KFAC(step="natural").attach(built).method.placement.blocks
-
-
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(name: str) -> Any:
@@ -61,7 +57,7 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert batches["comm_opt"] == "32"
     assert batches["dp_kfac"] == batches["mem_opt"] == str(32 + saved // 880)
     optimizer = tfkfac.KFAC(step="natural").attach(plan.build("M"))
-    costs = plan.costs_of(optimizer, 4, 32)
+    costs = plan.costs_of(optimizer, 4)
     states = {cost.mode: cost.state for cost in costs}
     most, least = (
         states[plan.Mode(mode, None, "inverse")]
@@ -98,30 +94,3 @@ def test_own_model(
                 assert row["decompositions, G"] == f"{busiest / 1e9:.4g}"
     plan.main(["--model", "own:uncovered", "--workers", "2"])
     assert "0 blocks: 0.00 M elements" in capsys.readouterr().out
-
-
-def test_rows_and_products_by_hand() -> None:
-    """A batch of 2: 4 x 3 positions of 27 x 4, then 49 x 7 with the bias."""
-    built = keras.Sequential(
-        [
-            keras.Input((6, 5, 3)),
-            layers.Conv2D(4, 3, name="conv", use_bias=False),
-            layers.Flatten(name="flat"),
-            layers.Dense(7, name="dense"),
-        ]
-    )
-    blocks = attached(built)
-    network = plan.Network(built, 2)
-    assert [network.rows(block) for block in blocks] == [2 * 12, 2]
-    assert network.elements == 2 * (48 + 48 + 7)
-    # Of the dense layer: rows times squares of the sizes.
-    assert network.statistics(blocks[1]) == 2 * (49**2 + 7**2)
-    solver = plan.make_solver("inverse")
-    matrix = 49**2 * 7 + 7**2 * 49
-    assert plan.precondition(blocks[1], solver, 0, 1) == matrix
-    eigen = plan.make_solver("eigen")
-    assert plan.precondition(blocks[1], eigen, 0, 1) == 2 * matrix
-    # By default a quarter, but at least 64 of all workers together.
-    shares = (1.0, 1), (0.25, 1), (None, 1), (None, 8)
-    got = [plan.share_of_examples(128, *share) for share in shares]
-    assert got == [1, 0.25, 0.5, 0.25]

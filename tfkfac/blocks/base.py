@@ -167,17 +167,6 @@ class Block(abc.ABC):
             return g.sum(product, shape, a)
         return tf.einsum("bs...i,bs...o->...io", a, g)
 
-    def input_multiplications(
-        self, inputs: Sequence[int | None], rows: int
-    ) -> float:
-        """Estimate the number of multiplications to compute A from a batch.
-
-        Args:
-            inputs: Shape of the layer's input.
-            rows: Number of rows of the batch, examples times positions.
-        """
-        return rows * self.factors["A"].multiplications
-
     def input_statistic(
         self, a: Any, weights: tf.Tensor | None, sharing: str
     ) -> Statistic:

@@ -1,7 +1,7 @@
 """Blocks of convolutions and transposed convolutions in 1 to 3 dimensions."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -10,7 +10,6 @@ from typing_extensions import override
 from tfkfac.blocks.base import MatrixBlock, PerExampleBlock
 from tfkfac.blocks.correlation import (
     channel_grams,
-    costs,
     is_cheaper,
     patch_gram,
 )
@@ -90,23 +89,6 @@ class ConvBlock(MatrixBlock):
             self.groups,
             bool(self._bias),
         )
-
-    @override
-    def input_multiplications(
-        self, inputs: Sequence[int | None], rows: int
-    ) -> float:
-        layer = self.layer
-        from_patches = super().input_multiplications(inputs, rows)
-        if not _is_image(layer) or not isinstance(self.factors["A"], Dense):
-            return from_patches
-        batch, *shape = inputs
-        if layer.data_format != "channels_last":
-            shape = [*shape[1:], shape[0]]
-        geometry = _image_geometry(layer)
-        image = [batch, *[1] * (3 - len(shape)), *shape]
-        if not is_cheaper(image, geometry):
-            return from_patches
-        return costs(image, geometry)[0]
 
     def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
         """Return a function that computes A without patches, or None."""

@@ -44,14 +44,10 @@ class Solver(abc.ABC):
     Attributes:
         whole_layers: True if one worker must decompose all factors of a layer.
         takes_rows: True if `apply` returns a row gradient for a row gradient.
-        is_explicit: True if the decomposition is an inverse (one product per
-            factor); False if it is an eigenbasis (a rotation into the basis
-            and one back).
     """
 
     whole_layers = False
     takes_rows = False
-    is_explicit = False
 
     def __init__(self, name: str, by_roots: bool = False) -> None:
         self.name = name

@@ -24,7 +24,6 @@ class InverseSolver(Solver):
     """
 
     takes_rows = True
-    is_explicit = True
 
     @override
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:

@@ -24,7 +24,6 @@ class BlockByBlock(Solver):
         self._solver = solver
         self.whole_layers = solver.whole_layers
         self.takes_rows = solver.takes_rows
-        self.is_explicit = solver.is_explicit
 
     @property
     @override

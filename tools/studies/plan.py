@@ -4,16 +4,13 @@ r"""Count bytes and operations of K-FAC on a cluster, without a training.
     python tools/studies/plan.py --model my_models:make --workers 8
 
 For every distribution mode and solver, print the operations of the busiest
-worker, the bytes that a worker receives in each type of step, and its curvature
-state. "speed-up" divides the operations of all decompositions of an interval by
-those of the busiest worker in each schedule group. Sizes are maxima over the
-workers. "batch" fits into the memory of the mode with the largest state (KAISA,
-section 5.4): an example takes the memory of all layer outputs in float32.
+worker's decompositions, the bytes that a worker receives in each type of step,
+and its curvature state. Operations are the sum of n^3 over the factors of size
+n. "speed-up" divides those of all decompositions of an interval by those of the
+busiest worker in each schedule group. Sizes are maxima over the workers.
+"batch" fits into the memory of the mode with the largest state (KAISA, section
+5.4): an example takes the memory of all layer outputs in float32.
 `--chart FILE` draws state and bytes over the number of workers.
-
-Operations of statistics and of preconditioning are multiplications of matrix
-products, those of decompositions the sum of n^3 over the factors of size n. The
-library computes sizes of factors, plans and messages.
 """
 
 import contextlib
@@ -32,108 +29,46 @@ import tensorflow as tf
 import command  # isort: skip, sets the module path
 from common.arguments import make_parser_of, positive
 from tfkfac import KFAC
-from tfkfac.blocks import Block
-from tfkfac.blocks.statistics import choose_subsample
 from tfkfac.compat.models import all_layers, children
 from tfkfac.compat.overrides import overridden
 from tfkfac.distributed.collectives import gradient_bytes
 from tfkfac.distributed.plan import MODES, Plan, plan_layers
-from tfkfac.factors import Diagonal
 from tfkfac.kfac.placement import BlockCost, Loads, assign_groups
 from tfkfac.shell.tables import bytes_text, table
-from tfkfac.solvers.base import Solver, most_rows
 from tfkfac.solvers.registry import make_solver
 
 SOLVERS = ("inverse", "eigen")
 # Steps between two messages, for the chart.
 INTERVALS = {"factors": 10, "decompositions": 100}
-Shape = tuple[int, ...]
 
 
-class CallShapes(NamedTuple):
-    """Shapes of the first input and the first output of a call."""
-
-    inputs: Shape
-    outputs: Shape
-
-
-class Network:
-    """Shapes of all layer calls of a model for a batch, found by tracing.
+def count_outputs(model: keras.Model) -> int:
+    """Count the outputs of all layers for an example, by tracing the model.
 
     The model is functional or sequential, with known sizes of its inputs.
-
-    Attributes:
-        elements: Number of outputs of all layers.
     """
+    counts: list[int] = []
 
-    def __init__(self, model: keras.Model, batch: int) -> None:
-        self._calls: dict[int, list[CallShapes]] = {}
-        # Pass a single input as a tensor, as a sequential model expects.
-        is_single = len(model.inputs) == 1
-        specs = keras.tree.map_structure(
-            lambda t: tf.TensorSpec([batch, *t.shape[1:]], t.dtype),
-            model.inputs[0] if is_single else model.input,
-        )
-        layers = [layer for layer in all_layers(model) if layer is not model]
-        with contextlib.ExitStack() as stack:
-            for layer in layers:
-                record = self._recorder(layer)
-                stack.enter_context(overridden(layer, "call", record))
-            run = tf.function(lambda x: model(x, training=True))
-            run.get_concrete_function(specs)
-        self.elements = sum(
-            math.prod(call.outputs)
-            for layer in layers
-            if not children(layer)
-            for call in self._calls[id(layer)]
-        )
+    def call(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        outputs = below(*args, **kwargs)
+        last, *_ = keras.tree.flatten(outputs)
+        if tf.is_tensor(last):
+            counts.append(math.prod(last.shape))
+        return outputs
 
-    def _recorder(self, layer: keras.layers.Layer) -> Callable[..., Any]:
-        calls = self._calls.setdefault(id(layer), [])
-
-        def call(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            outputs = below(*args, **kwargs)
-            first, *_ = keras.tree.flatten((args, kwargs))
-            last, *_ = keras.tree.flatten(outputs)
-            if tf.is_tensor(first) and tf.is_tensor(last):
-                calls.append(CallShapes(tuple(first.shape), tuple(last.shape)))
-            return outputs
-
-        return call
-
-    def rows(self, block: Block) -> int:
-        """Return the rows of a block's statistics, summed over all calls."""
-        g = block.factors["G"]
-        # Both blocks of a separable convolution have its outputs' rows.
-        width = getattr(block.layer, "filters", None)
-        width = width or math.prod(g.stack_shape) * g.size
-        calls = self._calls[id(block.layer)]
-        return sum(math.prod(call.outputs) // width for call in calls)
-
-    def statistics(self, block: Block) -> float:
-        """Return the multiplications of a block's statistics."""
-        if "A" not in block.factors:  # squares of the gradient of each example
-            return 0
-        calls, rows = self._calls[id(block.layer)], self.rows(block)
-        products: float = rows * block.factors["G"].multiplications
-        if not isinstance(block.factors["A"], Diagonal):  # counts of tokens
-            products += sum(
-                block.input_multiplications(call.inputs, rows // len(calls))
-                for call in calls
-            )
-        return products
-
-
-def share_of_examples(
-    batch: int, fraction: float | None, observers: int
-) -> float:
-    """Return the share of the examples in a worker's statistics."""
-    offset = tf.constant(0, tf.int64)
-    subsample = choose_subsample(fraction, offset, observers)
-    if subsample is None:
-        return 1.0
-    examples = math.ceil(subsample.fraction * batch)
-    return min(batch, max(subsample.min_examples, examples)) / batch
+    # Pass a single input as a tensor, as a sequential model expects.
+    is_single = len(model.inputs) == 1
+    specs = keras.tree.map_structure(
+        lambda t: tf.TensorSpec([1, *t.shape[1:]], t.dtype),
+        model.inputs[0] if is_single else model.input,
+    )
+    with contextlib.ExitStack() as stack:
+        for layer in all_layers(model):
+            if layer is not model and not children(layer):
+                stack.enter_context(overridden(layer, "call", call))
+        run = tf.function(lambda x: model(x, training=True))
+        run.get_concrete_function(specs)
+    return sum(counts)
 
 
 class Mode(NamedTuple):
@@ -152,7 +87,7 @@ class Cost(NamedTuple):
     """The cost of a mode.
 
     Attributes:
-        operations: Operations of the busiest worker, by stage.
+        decompositions: Operations of the busiest worker in an interval.
         speed_up: Operations of all decompositions, relative to those of the
             busiest worker in each schedule group.
         received: Maximal bytes that a worker receives, by type of message.
@@ -160,7 +95,7 @@ class Cost(NamedTuple):
     """
 
     mode: Mode
-    operations: Mapping[str, float]
+    decompositions: float
     speed_up: float
     received: Mapping[str, int]
     state: int
@@ -178,15 +113,12 @@ def modes(workers: int) -> Iterator[Mode]:
                 yield Mode(mode, count / workers, solver)
 
 
-def costs_of(optimizer: Any, workers: int, batch: int) -> list[Cost]:
-    """Return the cost of each mode; `batch` is that of one worker."""
+def costs_of(optimizer: Any, workers: int) -> list[Cost]:
+    """Return the cost of each mode."""
     model = optimizer.bound_model()
-    network = Network(model, batch)
     placement = optimizer.method.placement
     blocks = placement.blocks
     factors = [block.factors for block in blocks]
-    rows = [network.rows(block) for block in blocks]
-    statistics = [network.statistics(block) for block in blocks]
     costs = []
     for mode in modes(workers):
         solver = make_solver(mode.solver)
@@ -201,17 +133,6 @@ def costs_of(optimizer: Any, workers: int, batch: int) -> list[Cost]:
         plan = Plan(MODES[mode.distribution], workers, layers)
         loads = Loads(plan)
         sizes = [BlockCost.of(b, solver, placement.wire) for b in blocks]
-        share = share_of_examples(
-            batch, optimizer.factor_batch_fraction, plan.observers
-        )
-        observed: Any = sum(statistics)
-        if not plan.mode.reduces_factors:
-            observed = loads.preconditioned(statistics).max()  # by the owners
-        rows_of = rows if plan.columns == 1 else [0] * len(rows)
-        products = [
-            precondition(block, solver, count, workers)
-            for block, count in zip(blocks, rows_of, strict=True)
-        ]
         all_decompositions, busiest = decompositions(plan, factors)
         received = loads.received(
             sizes, gradient_bytes(model.trainable_variables)
@@ -219,11 +140,7 @@ def costs_of(optimizer: Any, workers: int, batch: int) -> list[Cost]:
         costs.append(
             Cost(
                 mode,
-                {
-                    "statistics": share * observed,
-                    "decompositions": busiest,
-                    "precondition": loads.preconditioned(products).max(),
-                },
+                busiest,
                 all_decompositions / busiest if busiest else 1.0,
                 {name: int(sums.max()) for name, sums in received.items()},
                 int(np.sum([*loads.state(sizes).values()], 0).max()),
@@ -245,23 +162,6 @@ def decompositions(
     return float(work.sum()), float(work.max(axis=1).sum())
 
 
-def precondition(block: Block, solver: Solver, rows: int, workers: int) -> int:
-    """Return the multiplications for `rows` rows; 0 is a whole matrix."""
-    factors = block.factors
-    *stack, inputs, outputs = block.gradient_shape
-    products = {name: f.multiplications for name, f in factors.items()}
-    takes_rows = solver.takes_rows and not stack and "A" in factors
-    if takes_rows and 0 < rows <= most_rows(factors, workers):
-        row = sum(products.values())
-        if workers > 1:
-            return rows * (row + inputs * outputs)
-        return rows * row + rows**2 * (inputs + outputs)
-    vectors = {"A": outputs, "G": inputs}
-    matrix = sum(products[name] * vectors[name] for name in factors)
-    # Count twice for an eigensolver: to the eigenbasis and back.
-    return matrix if solver.is_explicit else 2 * matrix
-
-
 # ---------------------------------------------------------------- the report
 def counts_text(optimizer: Any) -> str:
     """Count the elements of factors and weights."""
@@ -281,11 +181,10 @@ def counts_text(optimizer: Any) -> str:
 
 def plan_text(costs: Sequence[Cost], model: keras.Model, batch: int) -> str:
     """Return the table of all modes; operations in 10^9."""
-    stages = "precondition", "statistics", "decompositions"
     header = (
         "Solver",
         "Distribution",
-        *(f"{stage}, G" for stage in stages),
+        "decompositions, G",
         "speed-up",
         "plain recv.",
         "factor +",
@@ -293,9 +192,9 @@ def plan_text(costs: Sequence[Cost], model: keras.Model, batch: int) -> str:
         "State",
         "batch",
     )
-    example = 4 * Network(model, 1).elements
+    example = 4 * count_outputs(model)
     rows: list[tuple[str, ...]] = []
-    for mode, operations, speed_up, received, state in costs:
+    for mode, decompositions, speed_up, received, state in costs:
         fraction = "" if mode.fraction is None else f" {mode.fraction:.4g}"
         plain = received["gradients"] + received["preconditioned_gradients"]
         sizes = plain, received["factors"], received["decompositions"], state
@@ -304,7 +203,7 @@ def plan_text(costs: Sequence[Cost], model: keras.Model, batch: int) -> str:
             (
                 mode.solver,
                 mode.distribution + fraction,
-                *(f"{operations[stage] / 1e9:.4g}" for stage in stages),
+                f"{decompositions / 1e9:.4g}",
                 f"{speed_up:.4g}",
                 *map(bytes_text, sizes),
                 f"{batch + (most - state) // example}",
@@ -313,13 +212,13 @@ def plan_text(costs: Sequence[Cost], model: keras.Model, batch: int) -> str:
     return "\n".join(table(header, rows))
 
 
-def draw(optimizer: Any, workers: int, batch: int, path: pathlib.Path) -> None:
+def draw(optimizer: Any, workers: int, path: pathlib.Path) -> None:
     """Draw state and bytes over the workers, for the explicit inverse."""
     from matplotlib import pyplot
 
     lines: dict[str, list[tuple[float, ...]]] = {}
     for power in range(1, workers.bit_length()):
-        for mode, *_, received, state in costs_of(optimizer, 2**power, batch):
+        for mode, *_, received, state in costs_of(optimizer, 2**power):
             if mode.solver == SOLVERS[0] and mode.fraction in (None, 0.5):
                 name = mode.distribution + ", 0.5" * (mode.fraction is not None)
                 total = sum(received[n] / INTERVALS.get(n, 1) for n in received)
@@ -392,10 +291,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     optimizer = KFAC(step="natural", **options.max_factor_dim).attach(model)
     print(counts_text(optimizer))
-    costs = costs_of(optimizer, options.workers, options.batch)
+    costs = costs_of(optimizer, options.workers)
     print(plan_text(costs, model, options.batch))
     if options.chart:
-        draw(optimizer, options.workers, options.batch, options.chart)
+        draw(optimizer, options.workers, options.chart)
 
 
 if __name__ == "__main__":
