@@ -15,7 +15,7 @@ studies, each with its table, command, machine and commits.
 import json
 import pathlib
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import paths  # noqa: F401
@@ -126,18 +126,11 @@ def _study(study: Mapping[str, Any], records: Mapping[str, Any]) -> str:
     )
     *texts, last = study["text"]
     parts = [f"## {study['title']}", *texts, f"{last} {source}"]
-    if "races" in study:
-        races = json.loads((DOCS / study["races"]).read_text())
-        parts.append(markdown_table(*race_table(races)))
-    if "examples" in study:
-        examples = json.loads((DOCS / study["examples"]).read_text())
-        parts.append(markdown_table(*examples_table(examples["records"])))
-    if "published" in study:
-        published = json.loads((DOCS / study["published"]).read_text())
-        parts.append(markdown_table(*published_table(published["records"])))
-    if "batches" in study:
-        batches = json.loads((DOCS / study["batches"]).read_text())
-        parts.append(markdown_table(*batches_table(batches["records"])))
+    for name, table in TABLES.items():
+        if name in study:
+            stored = json.loads((DOCS / study[name]).read_text())
+            runs = stored if name == "races" else stored["records"]
+            parts.append(markdown_table(*table(runs)))
     if "table" in study:
         parts.append(markdown_table(**study["table"]))
     return "\n\n".join(parts)
@@ -167,9 +160,7 @@ def _matrix() -> Iterator[str]:
     yield markdown_table(columns, rows)
 
 
-def race_table(
-    races: Sequence[Mapping[str, Any]],
-) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+def race_table(races: Runs) -> report.Table:
     """Return median errors at 6, 20 and 60 s by problem and optimizer."""
     marks = ("6 s", "20 s", "60 s")
     cells: dict[str, dict[str, str]] = {}
@@ -187,7 +178,7 @@ def race_table(
 
 def published_table(
     records: Runs,
-) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+) -> report.Table:
     """Return a row for each benchmark, optimizer and number of steps.
 
     Of the learning rates the one with the most seeds has a row, then the best.
@@ -217,7 +208,7 @@ def published_table(
 
 def batches_table(
     records: Runs,
-) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+) -> report.Table:
     """Return mean and standard deviation of the steps, by size of a batch.
 
     "-" is for a target that a seed did not reach.
@@ -274,7 +265,7 @@ def _tuned(methods: Mapping[str, Runs], name: str) -> str:
 
 def examples_table(
     records: Runs,
-) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+) -> report.Table:
     """Return a row for each program, with means over the seeds."""
     programs: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for record in records:
@@ -314,6 +305,14 @@ def examples_table(
     columns += ["CPU / Adam", "first step, CPU s", "warnings"]
     return columns, rows
 
+
+# Tables of the studies, by the key that names their file of records.
+TABLES: dict[str, Callable[[Runs], report.Table]] = {
+    "races": race_table,
+    "examples": examples_table,
+    "published": published_table,
+    "batches": batches_table,
+}
 
 if __name__ == "__main__":
     main()

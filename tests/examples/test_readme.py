@@ -38,26 +38,6 @@ def run(folder: pathlib.Path, text: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
-def test_snippets_of_the_guide(tmp_path: pathlib.Path) -> None:
-    [four_lines, program, *_] = snippets(ROOT / "README.md")
-    [tuned] = snippets(GUIDE / "tuning.md")
-    [spectral] = snippets(GUIDE / "spectral.md")
-    [*_, loop] = snippets(GUIDE / "training.md")
-    script = [
-        program,
-        tuned.replace("epochs=6", "epochs=1"),
-        spectral,
-        "model.compile(optimizer, loss)\nmodel.fit(x, y, batch_size=250)",
-        "import tensorflow as tf",
-        loop,
-        "print('loss', float(train_step(x[:250], y[:250])))",
-        four_lines,
-    ]
-    assert "loss 0." in run(tmp_path, "\n".join(script))
-
-
-# -------------------------------------------------- coming from other libraries
 # After a block: train with its optimizer, and restore the model.
 TRAIN = """
 if "optimizer" in globals():
@@ -70,13 +50,26 @@ model = first_model
 
 
 @pytest.mark.slow
-def test_blocks_run(tmp_path: pathlib.Path) -> None:
-    [_, program, *_] = snippets(ROOT / "README.md")
-    blocks = snippets(GUIDE / "coming_from.md")
+def test_snippets_run(tmp_path: pathlib.Path) -> None:
+    """Of "Coming from other libraries", then those of the guide."""
+    [four_lines, program, *_] = snippets(ROOT / "README.md")
+    [tuned] = snippets(GUIDE / "tuning.md")
+    [spectral] = snippets(GUIDE / "spectral.md")
+    [*_, loop] = snippets(GUIDE / "training.md")
     script = [program, "x, y = x[:500], y[:500]", "first_model = model"]
-    for block in blocks:
+    for block in snippets(GUIDE / "coming_from.md"):
         script += [block, TRAIN]
-    assert run(tmp_path, "\n".join(script)).count("trained") == 9
+    script += [
+        tuned.replace("epochs=6", "epochs=1"),
+        spectral,
+        "model.compile(optimizer, loss)\nmodel.fit(x, y, batch_size=250)",
+        loop,
+        "print('loss', float(train_step(x[:250], y[:250])))",
+        four_lines,
+    ]
+    output = run(tmp_path, "\n".join(script))
+    assert output.count("trained") == 9
+    assert "loss 0." in output
 
 
 UNIT = 2 / 3  # of the mean squared error of three features

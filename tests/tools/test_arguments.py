@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import benchmark
+import launch
 import plan
 import time_to_target
 
@@ -18,6 +19,17 @@ REFUSED: list[tuple[Callable[[list[str]], Any], str, str]] = [
             ("--variants sgd@/no/such/folder", "'/no/such/folder' is no"),
             ("--variants sgd:=1", "'=1' is not KEY=VALUE"),
             ("--mixes 10", "'10' is not FACTOR,INVERSE"),
+        )
+    ),
+    *(
+        (launch.parse, words, message)
+        for words, message in (
+            ("0 -- ls", "N must be at least 1; received 0"),
+            ("2 --", "`-- COMMAND` must follow"),
+            ("2 ls -l", "must follow the number of workers and the options"),
+            ("two -- ls", "argument N: invalid int value: 'two'"),
+            ("2 --min-workers 3 -- ls", "must be between 1 and 2"),
+            ("2 --restarts -1 -- ls", "--restarts must be at least 0"),
         )
     ),
     *(

@@ -1,7 +1,6 @@
 """Time training steps of optimizers against each other.
 
     python tools/studies/benchmark.py            # M1 to M4, 100 dense layers
-    python tools/studies/benchmark.py --mode fit --models M1 M3
     python tools/studies/benchmark.py --variants sgd kfac-inverse@../old
     python tools/studies/benchmark.py --first-step 3 --models M3 MobileNetV2
 
@@ -51,7 +50,6 @@ USUAL_VARIANTS = (
 
 CLASSES = 10
 RATE = 1e-4  # small: the loss stays finite for any number of steps
-EPOCH = 25  # batches of an epoch of `fit`; the last has a third of the rows
 FOSI_ESTIMATION = 2  # step in which FOSI estimates its directions, once
 WARM_UP = 5  # steps that are not timed, including the first step
 SLICE = 10  # steps of a variant before the next variant runs
@@ -96,21 +94,15 @@ class Worker:
         self._times: Times = []
         self._num_steps = 1
 
-    def run(self, mode: str) -> None:
-        """Compile and train until the requests end; `mode`: see `--mode`."""
+    def run(self) -> None:
+        """Compile and train in a `tf.function` until the requests end."""
+        import tensorflow as tf
+
         self._last = _now()
         self._model.compile(self._optimizer, self._loss)
         # Create variables now: if the first trace creates them, Keras'
         # optimizers, but not those of tfkfac, need a second trace.
         self._optimizer.build(self._model.trainable_variables)
-        if mode == "fit":
-            self._fit()
-        else:
-            self._train_in_function()
-
-    def _train_in_function(self) -> None:
-        import tensorflow as tf
-
         model, optimizer = self._model, self._optimizer
 
         @tf.function(autograph=False)
@@ -126,25 +118,6 @@ class Worker:
         train(*batch).numpy()
         while self._end_step():
             train(*batch).numpy()
-
-    def _fit(self) -> None:
-        import keras
-        import tensorflow as tf
-
-        x, y = self._batch
-        rest = max(len(x) // 3, 1)
-        last = tf.data.Dataset.from_tensors((x[:rest], y[:rest]))
-        full = tf.data.Dataset.from_tensors((x, y)).repeat(EPOCH - 1)
-
-        def stop(batch: int, logs: Any) -> None:
-            self._model.stop_training = not self._end_step()
-
-        self._model.fit(
-            full.concatenate(last).repeat(),
-            steps_per_epoch=10**9,
-            verbose=0,
-            callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=stop)],
-        )
 
     def _end_step(self) -> bool:
         """Record the time of a step; return True to run another step."""
@@ -260,8 +233,7 @@ def work(task: dict[str, Any]) -> None:
     """Train in this process; other output goes to the standard error."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    mode = task.pop("mode")
-    Worker(**task, answers=answers).run(mode)
+    Worker(**task, answers=answers).run()
 
 
 # --------------------------------------------------------------- the processes
@@ -287,7 +259,7 @@ class Job:
     ) -> None:
         name, folder, arguments = split_variant(variant)
         task = {"model": model, "name": name, "arguments": arguments}
-        task |= {"batch": options.batch, "mode": options.mode}
+        task |= {"batch": options.batch}
         self._variant = variant
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, close() does
         self._process = subprocess.Popen(
@@ -525,13 +497,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("batch", 128, "rows of a batch (default: 128)"),
     ):
         add(f"--{name}", type=positive, default=default, metavar="N", help=text)
-    add(
-        "--mode",
-        choices=("function", "fit"),
-        default="function",
-        help="a custom loop in a tf.function (default), or `fit` with a "
-        "smaller last batch",
-    )
     add("--json", type=pathlib.Path, metavar="FILE", help="keeps all results")
     add("--worker", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -20,6 +20,7 @@ from keras import layers
 
 import command  # noqa: F401, isort: skip, sets the module path
 import tfkfac
+from common import networks
 from common.arguments import make_parser_of
 from tfkfac.compat.overrides import overridden
 
@@ -40,37 +41,12 @@ def mlp(width: int, depth: int, inputs: int) -> keras.Model:
     )
 
 
-def resnet20() -> keras.Model:
-    """Return the ResNet-20 of CIFAR-10."""
-
-    def convolve(x: Any, filters: int, size: int, strides: int) -> Any:
-        options = {"padding": "same", "use_bias": False}
-        x = layers.Conv2D(filters, size, strides, **options)(x)
-        return layers.BatchNormalization()(x)
-
-    inputs = keras.Input((32, 32, 3))
-    x = layers.ReLU()(convolve(inputs, 16, 3, 1))
-    for filters in (16, 32, 64):
-        for block in range(3):
-            strides = 2 if filters > 16 and block == 0 else 1
-            y = layers.ReLU()(convolve(x, filters, 3, strides))
-            y = convolve(y, filters, 3, 1)
-            shortcut = x if strides == 1 else convolve(x, filters, 1, strides)
-            x = layers.ReLU()(layers.add([shortcut, y]))
-    pooled = layers.GlobalAveragePooling2D()(x)
-    return keras.Model(inputs, layers.Dense(CLASSES)(pooled))
-
-
 def transformer() -> keras.Model:
     """Six layers of width 128 that predict the next token."""
     inputs = keras.Input((32,), dtype="int32")
     x = layers.Embedding(TOKENS, 128)(inputs)
     for _ in range(6):
-        h = layers.LayerNormalization()(x)
-        attention = layers.MultiHeadAttention(4, 32)
-        x = layers.add([x, attention(h, h, use_causal_mask=True)])
-        h = layers.Dense(512, "gelu")(layers.LayerNormalization()(x))
-        x = layers.add([x, layers.Dense(128)(h)])
+        x = networks.transformer_block(x)
     return keras.Model(inputs, layers.Dense(TOKENS)(x))
 
 
@@ -78,7 +54,7 @@ def transformer() -> keras.Model:
 MODELS: dict[str, tuple[Callable[[], keras.Model], int]] = {
     "m1": (lambda: mlp(512, 2, 784), 128),
     "dense10": (lambda: mlp(256, 9, 256), 32),
-    "resnet20": (resnet20, 128),
+    "resnet20": (lambda: networks.resnet((32, 32, 3), CLASSES, 20), 128),
     "transformer": (transformer, 32),
 }
 

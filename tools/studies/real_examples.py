@@ -39,10 +39,8 @@ USUAL = {
     "vision_transformer": "adamw:learning_rate=0.001:weight_decay=0.0001",
     "segmentation": "adam:learning_rate=0.0001",
     "fine_tuning": "adam:learning_rate=0.0001",
-    "siamese_contrastive": "rmsprop",
     "gan": "adam:learning_rate=0.0003",
     "denoising_diffusion": "adamw:learning_rate=0.001:weight_decay=0.0001",
-    "timeseries_transformer": "adam:learning_rate=0.0001",
     "lstm_seq2seq": "rmsprop",
     "translation": "rmsprop",
     "graph_attention": "sgd:learning_rate=0.3:momentum=0.9",
@@ -50,10 +48,10 @@ USUAL = {
 }
 PROGRAMS = {
     "images": "convnet distillation mixer vision_transformer segmentation "
-    "fine_tuning anomaly_autoencoder multiple_instance siamese_contrastive",
+    "fine_tuning anomaly_autoencoder",
     "generative": "variational_autoencoder gan denoising_diffusion",
-    "sequences": "timeseries_transformer lstm_seq2seq miniature_gpt "
-    "translation collaborative_filtering wide_and_deep graph_attention lora",
+    "sequences": "lstm_seq2seq miniature_gpt translation wide_and_deep "
+    "graph_attention lora",
 }
 # Module of each program.
 PLACES = {n: module for module, ns in PROGRAMS.items() for n in ns.split()}
@@ -202,8 +200,7 @@ def save(path: pathlib.Path, records: Sequence[Record]) -> None:
 
     known = [*command.read_records(path), *records]
     kept = {key(record): record for record in known}
-    order = sorted(kept, key=lambda key: (list(PLACES).index(key[0]), *key))
-    command.write_records(path, (kept[key] for key in order))
+    command.write_records(path, kept.values())
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

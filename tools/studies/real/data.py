@@ -53,38 +53,6 @@ def digits() -> tuple[Pair, Pair]:
     return train, test
 
 
-def bags(count: int, size: int) -> tuple[Pair, Pair]:
-    """Return bags of digits; the class says whether an 8 is among them."""
-
-    def draw(x: np.ndarray, y: np.ndarray, count: int) -> Pair:
-        random = np.random.default_rng(0)
-        labels = np.arange(count) % 2
-        rows = random.choice(np.flatnonzero(y != 8), (count, size))
-        eights = random.choice(np.flatnonzero(y == 8), count)
-        rows[labels == 1, 0] = eights[labels == 1]
-        rows = random.permuted(rows, axis=1)
-        return [x[column] for column in rows.T], labels.astype("float32")
-
-    train, test = digits()
-    return draw(*train, count), draw(*test, count)
-
-
-def pairs(count: int) -> tuple[Pair, Pair]:
-    """Return pairs of digits; the target is 0 for equal ones, 1 for others."""
-
-    def draw(x: np.ndarray, y: np.ndarray) -> Pair:
-        random = np.random.default_rng(0)
-        first, second = random.integers(0, len(x), (2, 16 * count))
-        unequal = y[first] != y[second]
-        kept = np.stack([np.flatnonzero(unequal == k)[:count] for k in (0, 1)])
-        kept = random.permutation(kept.ravel())
-        images = [x[first[kept]], x[second[kept]]]
-        return images, unequal[kept].astype("float32")[:, None]
-
-    train, test = digits()
-    return draw(*train), draw(*test)
-
-
 def pixel_classes(count: int) -> tuple[Pair, Pair]:
     """Return images of two digits, 48x48, and the class of each pixel."""
     parts = canvases.compose_all(data.digits(), count)
@@ -101,20 +69,6 @@ def daily_windows(length: int, count: int) -> np.ndarray:
     starts = 8 * np.arange(count)
     windows = series[starts[:, None] + np.arange(length)]
     return windows[..., None].astype("float32")
-
-
-def waves(length: int, count: int) -> Pair:
-    """Return noisy series; the class is the shape of the wave."""
-    random = np.random.default_rng(0)
-    labels = random.integers(0, 3, count)
-    phase = random.uniform(0, 1, (count, 1))
-    periods = random.uniform(2, 5, (count, 1))
-    angle = 2 * np.pi * (phase + periods * np.linspace(0, 1, length))
-    sine = np.sin(angle)
-    shapes = [sine, np.sign(sine), 2 / np.pi * np.arcsin(sine)]
-    series = np.choose(labels[:, None], shapes)
-    series += 0.5 * random.normal(size=series.shape)
-    return series[..., None].astype("float32"), labels.astype("int32")
 
 
 def spelled(number: int) -> list[str]:
@@ -159,18 +113,6 @@ def characters(count: int, length: int) -> tuple[Pair, Pair]:
     pieces = text.pieces(text.standard_library(), length + 1)[:count]
     train, test = split(pieces)
     return (train[:, :-1], train[:, 1:]), (test[:, :-1], test[:, 1:])
-
-
-def ratings(users: int, items: int, count: int) -> Pair:
-    """Return pairs of a user and an item, and ratings in [0, 1]."""
-    random = np.random.default_rng(0)
-    tastes, traits = (random.normal(size=(n, 4)) for n in (users, items))
-    liked = random.normal(size=items)
-    pairs = np.stack([random.integers(0, n, count) for n in (users, items)], 1)
-    user, item = pairs.T
-    score = (tastes[user] * traits[item]).sum(1) + liked[item]
-    stars = np.round(2 + score + 0.5 * random.normal(size=count)).clip(0, 4)
-    return pairs.astype("int32"), (stars / 4).astype("float32")
 
 
 def incomes(count: int) -> Pair:

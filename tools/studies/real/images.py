@@ -8,11 +8,9 @@ from keras import layers, ops
 from real.data import (
     Losses,
     Make,
-    bags,
     daily_windows,
     digits,
     losses,
-    pairs,
     pixel_classes,
     split,
 )
@@ -214,56 +212,3 @@ def anomaly_autoencoder(make: Make, options: dict[str, Any]) -> Losses:
     model.compile(make(), "mse")
     model.fit(train, train, batch_size=64, epochs=25, **options)
     return losses(model, (train, train), (test, test))
-
-
-def multiple_instance(make: Make, options: dict[str, Any]) -> Losses:
-    """Gated attention over the digits of a bag; a batch is one bag."""
-
-    class Attention(layers.Layer):
-        def build(self, shape: Any) -> None:
-            settings = {"initializer": "glorot_uniform", "regularizer": "l2"}
-            for name in ("v", "u"):
-                weight = self.add_weight((shape[0][-1], 64), **settings)
-                setattr(self, name, weight)
-            self.w = self.add_weight((64, 1), **settings)
-
-        def call(self, features: Any) -> Any:
-            x = ops.stack(features, 1)
-            gated = ops.tanh(x @ self.v) * ops.sigmoid(x @ self.u)
-            return ops.sum(ops.softmax(gated @ self.w, 1) * x, 1)
-
-    train, test = bags(300, 3)
-    inputs = [keras.Input((8, 8, 1)) for _ in range(3)]
-    shared = [layers.Flatten(), layers.Dense(64, "relu")]
-    shared.append(layers.Dense(32, "relu"))
-    code = keras.Sequential(shared)
-    x = Attention()([code(image) for image in inputs])
-    model = keras.Model(inputs, layers.Dense(1, "sigmoid")(x))
-    model.compile(make(), "binary_crossentropy", metrics=["accuracy"])
-    model.fit(*train, batch_size=1, epochs=5, **options)
-    return losses(model, train, test)
-
-
-def siamese_contrastive(make: Make, options: dict[str, Any]) -> Losses:
-    """Distance of two codes; small batches and a loss of its own."""
-
-    def contrastive(y: Any, distance: Any) -> Any:
-        near, far = ops.square(distance), ops.square(ops.relu(1 - distance))
-        return ops.mean((1 - y) * near + y * far)
-
-    train, test = pairs(800)
-    code = keras.Sequential([layers.BatchNormalization()])
-    for width in (4, 16):
-        code.add(layers.Conv2D(width, 3, padding="same", activation="tanh"))
-        code.add(layers.AveragePooling2D(2))
-    for layer in (layers.Flatten(), layers.BatchNormalization()):
-        code.add(layer)
-    code.add(layers.Dense(10, "tanh"))
-    inputs = [keras.Input((8, 8, 1)) for _ in range(2)]
-    first, second = (code(image) for image in inputs)
-    square = ops.sum(ops.square(first - second), 1, keepdims=True)
-    x = layers.BatchNormalization()(ops.sqrt(ops.maximum(square, 1e-7)))
-    model = keras.Model(inputs, layers.Dense(1, "sigmoid")(x))
-    model.compile(make(), contrastive, metrics=["accuracy"])
-    model.fit(*train, batch_size=16, epochs=10, **options)
-    return losses(model, train, test)

@@ -12,25 +12,6 @@ from real import data
 from real.data import Losses, Make, losses
 
 
-def timeseries_transformer(make: Make, options: dict[str, Any]) -> Losses:
-    """Encoder of attention and convolutions; classifies noisy waves."""
-    train, test = data.split(data.waves(48, 1000))
-    inputs = keras.Input((48, 1))
-    x = layers.Dense(16)(inputs)
-    for _ in range(2):
-        y = layers.LayerNormalization(epsilon=1e-6)(x)
-        x = x + layers.MultiHeadAttention(2, 16, dropout=0.1)(y, y)
-        y = layers.LayerNormalization(epsilon=1e-6)(x)
-        y = layers.Dropout(0.1)(layers.Conv1D(32, 1, activation="relu")(y))
-        x = x + layers.Conv1D(16, 1)(y)
-    x = layers.GlobalAveragePooling1D()(x)
-    x = layers.Dropout(0.2)(layers.Dense(64, "relu")(x))
-    model = keras.Model(inputs, layers.Dense(3, "softmax")(x))
-    model.compile(make(), "sparse_categorical_crossentropy", metrics=["acc"])
-    model.fit(*train, batch_size=64, epochs=20, **options)
-    return losses(model, train, test)
-
-
 def lstm_seq2seq(make: Make, options: dict[str, Any]) -> Losses:
     """One-hot Roman numerals to words; an LSTM reads and another writes."""
     target, outputs, source, inputs = data.numbers()
@@ -124,36 +105,6 @@ def translation(make: Make, options: dict[str, Any]) -> Losses:
     loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=0)
     model.compile(make(), loss, metrics=["accuracy"])
     model.fit(*train, batch_size=64, epochs=10, **options)
-    return losses(model, train, test)
-
-
-def collaborative_filtering(make: Make, options: dict[str, Any]) -> Losses:
-    """A score for each example: a product of embeddings, and biases."""
-
-    class Recommender(keras.Model):
-        def __init__(self, counts: tuple[int, int], width: int) -> None:
-            super().__init__()
-            settings = {
-                "embeddings_initializer": "he_normal",
-                "embeddings_regularizer": keras.regularizers.l2(1e-6),
-            }
-            self.vectors = [
-                layers.Embedding(n, width, **settings) for n in counts
-            ]
-            self.biases = [layers.Embedding(n, 1) for n in counts]
-
-        def call(self, inputs: Any) -> Any:
-            user, item = self.vectors
-            score = user(inputs[:, 0]) * item(inputs[:, 1])
-            score = ops.sum(score, 1, keepdims=True)
-            for column, bias in enumerate(self.biases):
-                score = score + bias(inputs[:, column])
-            return ops.sigmoid(score)
-
-    train, test = data.split(data.ratings(400, 200, 20_000))
-    model = Recommender((400, 200), 50)
-    model.compile(make(), keras.losses.BinaryCrossentropy())
-    model.fit(*train, batch_size=64, epochs=6, **options)
     return losses(model, train, test)
 
 
