@@ -539,10 +539,7 @@ def test_texts_of_worker_0_are_escaped() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [(0, ValueError), (float("nan"), ValueError), (True, TypeError)],
-)
-def test_invalid_timeouts(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="Argument `start_timeout`"):
+@pytest.mark.parametrize("value", [0, float("nan"), True])
+def test_invalid_timeouts(value: Any) -> None:
+    with pytest.raises(ValueError, match="Argument `start_timeout`"):
         tfkfac.MultiWorkerMirroredStrategy(start_timeout=value)

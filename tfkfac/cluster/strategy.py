@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.checks import is_number
+from tfkfac.checks import check_positive, if_given
 from tfkfac.cluster.config import (
     EVALUATOR,
     Cluster,
@@ -126,7 +126,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         process_id: int | None = None,
         start_timeout: float | None = 600.0,
     ) -> None:
-        _check_timeout(start_timeout)
+        if_given(check_positive, "start_timeout", start_timeout)
         if communication_options and communication_options.timeout_seconds:
             warnings.warn(
                 "`CommunicationOptions(timeout_seconds=...)` makes TensorFlow "
@@ -281,14 +281,3 @@ def _share_gpus(cluster: Cluster) -> None:
     if len(local) > 1 and count and "SLURM_GPUS_PER_TASK" not in os.environ:
         first = count * local.index(cluster.index)
         tf.config.set_visible_devices(gpus[first : first + count], "GPU")
-
-
-def _check_timeout(timeout: float | None) -> None:
-    message = (
-        "Argument `start_timeout` must be a number of seconds above 0 or None. "
-        f"Received: start_timeout={timeout!r} (of type {type(timeout)})"
-    )
-    if timeout is not None and not is_number(timeout):
-        raise TypeError(message)
-    if timeout is not None and not timeout > 0:
-        raise ValueError(message)
