@@ -14,6 +14,7 @@ import pathlib
 import runpy
 import select
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 INTERVAL_S = 0.02  # between two looks for programs that have ended
@@ -29,7 +30,7 @@ def serve() -> dict[str, Any]:
             if not line:  # the process of the tests has ended
                 os._exit(0)
             request: dict[str, Any] = json.loads(line)
-            if request["dry"]:  # imported by many scripts
+            if request["dry"] is not None:  # imported by many scripts
                 with contextlib.suppress(ImportError):
                     importlib.import_module("sklearn.model_selection")
             # A lock of another thread would stay locked in the fork.
@@ -56,16 +57,17 @@ def prepare(request: dict[str, Any]) -> list[str]:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    if request["dry"]:
-        end_early()
+    if request["dry"] is not None:
+        end_early(request["dry"])
     words: list[str] = request["words"]
     return words
 
 
-def end_early() -> None:
+def end_early(others: Sequence[Sequence[str]]) -> None:
     """End this process where a script would begin with its work.
 
-    The interpreter is not shut down, which takes half a second.
+    The script also parses other arguments. The interpreter is not shut down,
+    which takes half a second.
     """
     import keras
 
@@ -73,6 +75,8 @@ def end_early() -> None:
 
     def parse_and_end(self: Any, *args: Any, **kwargs: Any) -> None:
         parse(self, *args, **kwargs)
+        for words in others:
+            parse(self, words)
         self.print_help()
         sys.stdout.flush()
         os._exit(0)

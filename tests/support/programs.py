@@ -91,7 +91,7 @@ class Program(contextlib.AbstractContextManager["Program"]):
         index: int = 0,
         environment: Mapping[str, str] | None = None,
         folder: pathlib.Path = ROOT,
-        dry: bool = False,
+        dry: Sequence[Sequence[str]] | None = None,
     ) -> None:
         """Start a process.
 
@@ -101,9 +101,9 @@ class Program(contextlib.AbstractContextManager["Program"]):
             index: Of this worker.
             environment: Other variables to set.
             folder: Working directory.
-            dry: True to end a Python script with exit code 0 after its
-                arguments are parsed and its help is printed, or at its first
-                layer.
+            dry: Not None to end a Python script with exit code 0 after its
+                arguments, and these others, are parsed and its help is
+                printed, or at its first layer.
         """
         self.lines: list[tuple[float, str]] = []
         self.ended_s = 0.0

@@ -157,8 +157,12 @@ class Done(NamedTuple):
     output: str
 
 
-def run(words: Sequence[str], folder: pathlib.Path, dry: bool = True) -> Done:
-    """Run a script in a folder, by default without its work."""
+def run(
+    words: Sequence[str],
+    folder: pathlib.Path,
+    dry: Sequence[Sequence[str]] | None = None,
+) -> Done:
+    """Run a script in a folder; `dry`: see `Program`."""
     environment = {
         "PYTHONPATH": str(ROOT),
         "HOME": str(folder),
@@ -175,30 +179,33 @@ def run(words: Sequence[str], folder: pathlib.Path, dry: bool = True) -> Done:
 
 @pytest.fixture(scope="module")
 def done(documented: set[str], folder: pathlib.Path) -> dict[str, Done]:
-    """Run all commands up to the end of their parser, some in full."""
-    jobs = {
-        command: words
-        for command in sorted(documented)
-        if "ray_train" not in command
-        and not command.startswith((*PARSERS,))
-        and (words := words_of(command))
-    }
-    assert len(jobs) > 40
-    for script in docstrings().keys() - {
-        pathlib.Path(words[0]) for words in jobs.values()
-    }:
-        jobs[f"python {script.relative_to(ROOT)} --help"] = [
-            str(script),
-            "--help",
-        ]
-    results = {name: run(words, folder) for name, words in jobs.items()}
+    """Run each script up to the end of its parser, some in full.
+
+    A script parses the arguments of all its commands.
+    """
+    scripts: dict[str, dict[str, list[str]]] = {}
+    for command in sorted(documented):
+        if "ray_train" in command or command.startswith((*PARSERS,)):
+            continue
+        if words := words_of(command):
+            # launch.py divides its arguments by itself.
+            key = command if "launch.py" in words[0] else words[0]
+            scripts.setdefault(key, {})[command] = words
+    assert len(scripts) > 25
+    results = {}
+    for (command, words), *others in map(dict.items, scripts.values()):
+        name = "\n".join([command, *(other for other, _ in others)])
+        results[name] = run(words, folder, [w[1:] for _, w in others])
+    for script in docstrings().keys() - {*map(pathlib.Path, scripts)}:
+        command = f"python {script.relative_to(ROOT)} --help"
+        results[command] = run([str(script), "--help"], folder, [])
     for command in (
         "python examples/reproduce.py --list",
         "python tools/launch.py 2 -- python train.py",
     ):
-        results[command] = run(words_of(command) or (), folder, dry=False)
+        results[command] = run(words_of(command) or (), folder)
     snippet = [str(folder / "snippet.py")]
-    return results | {"snippet": run(snippet, folder, dry=False)}
+    return results | {"snippet": run(snippet, folder)}
 
 
 def docstrings() -> dict[pathlib.Path, str]:
@@ -274,5 +281,5 @@ def test_run(
     command = next(c for c in sorted(documented) if c.startswith(start))
     words = words_of(command, more)
     assert words is not None
-    job = run(words, tmp_path, dry=False)
+    job = run(words, tmp_path)
     assert job.code == 0 and says in job.output, job.output

@@ -24,13 +24,19 @@ def check_agreement(
 
     Every worker must call this function.
     """
-    differences = find_differences(exchange(description, communicator))
-    if differences:
-        raise ValueError(
-            "All workers must train the same model with the same optimizer. "
-            f"Seen from worker {communicator.rank}, these differ: "
-            f"{first_of(differences)}"
-        )
+    refuse_differences(
+        "All workers must train the same model with the same optimizer. Seen "
+        f"from worker {communicator.rank}, these differ",
+        exchange(description, communicator),
+    )
+
+
+def refuse_differences(
+    message: str, descriptions: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise an error on every worker if the workers' descriptions differ."""
+    if differences := find_differences(descriptions):
+        raise ValueError(f"{message}: {first_of(differences)}")
 
 
 def exchange(

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from tfkfac.cluster.waiting import print_line
 from tfkfac.compat.models import first_epoch
-from tfkfac.distributed.agreement import exchange
+from tfkfac.distributed.agreement import exchange, refuse_differences
 from tfkfac.distributed.topology import find_topology
 from tfkfac.shell.optimizer import SecondOrderOptimizer, largest_counts
 from tfkfac.supervision import comparison
@@ -84,7 +84,7 @@ class Supervision(keras.callbacks.Callback):
                 self._optimizer.method.job.among_processes("callbacks"),
             )
             self._frequencies = {f for x in workers for f in x["save_freq"]}
-            comparison.refuse_differences(
+            refuse_differences(
                 "These callbacks must be on all workers",
                 [{"callbacks": worker["callbacks"]} for worker in workers],
             )

@@ -11,7 +11,7 @@ import itertools
 import secrets
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -30,6 +30,7 @@ from tfkfac.distributed.agreement import (
     exchange,
     find_differences,
     first_of,
+    refuse_differences,
 )
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import find_topology
@@ -178,14 +179,6 @@ def compare_bits(optimizer: SecondOrderOptimizer) -> None:
             "updates these checksums differ: "
             f"{first_of(differences)}. Load an earlier backup."
         )
-
-
-def refuse_differences(
-    message: str, descriptions: Sequence[dict[str, Any]]
-) -> None:
-    """Raise an error on every worker if the workers' descriptions differ."""
-    if differences := find_differences(descriptions):
-        raise ValueError(f"{message}: {first_of(differences)}")
 
 
 def _common_variables(optimizer: SecondOrderOptimizer) -> list[keras.Variable]:
