@@ -48,7 +48,7 @@ def post_numbers() -> tuple[list[Any], int, float, int]:
     while len(recorder.events) < COUNT * SIZE and time.monotonic() < end:
         time.sleep(0.01)
     first, before = recorder.num_ticks, resident_bytes()
-    time.sleep(4)
+    time.sleep(2)
     count = recorder.num_ticks - first
     growth = (resident_bytes() - before) / count
     events = recorder.events[: COUNT * SIZE]
@@ -68,6 +68,6 @@ def test_all_workers_receive_all_events_in_one_order() -> None:
         for sender in range(SIZE):
             numbers = [e["number"] for s, e in events if s == sender]
             assert numbers == list(range(COUNT))
-        assert num_ticks > 400
+        assert num_ticks > 200
         assert growth < 2000
         assert late_ticks == 0  # no abort while the interpreter ends

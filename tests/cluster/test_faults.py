@@ -60,7 +60,6 @@ class Fault:
 FAULTS = [
     Fault("raise", "fit", 1, FAILED.format(1) + DISK),
     Fault("kill", "fit", 1, KILLED.format(1), (-9, 1)),
-    Fault("stop", "fit", 1, SUSPENDED.format(1), (-9, 1)),
     Fault("term", "fit", 1, SIGTERM, (143, 143)),
     *(
         pytest.param(fault, marks=pytest.mark.slow)
@@ -72,6 +71,7 @@ FAULTS = [
             Fault("kill", "start", 0, KILLED.format(0), (-9, 1)),
             Fault("kill", "fit", 0, KILLED.format(0), (-9, 1), workers=3),
             Fault("kill", "backup", 0, KILLED.format(0), (-9, 1)),
+            Fault("stop", "fit", 1, SUSPENDED.format(1), (-9, 1)),
             Fault("stop", "data", 0, SUSPENDED.format(0), (-9, 1), workers=3),
             Fault("freeze", "fit", 1, SUSPENDED.format(1), (1, 1)),
             Fault("pause", "fit", 0, "", (0, 0)),

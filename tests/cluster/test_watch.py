@@ -3,6 +3,7 @@
 `test_faults.py` has failures of real processes.
 """
 
+import socket
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -167,6 +168,15 @@ def test_only_a_loss_before_the_first_step_ends_the_process(
     clock.after(1.1 * LONG_S)
     clock.after(1.1 * LONG_S)
     assert signals == ([] if has_started else [module.signal.SIGTERM])
+
+
+def test_why_a_worker_sends_no_heartbeats() -> None:
+    """The system of a suspended process accepts connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert "is suspended" in module._diagnose(address)
+    assert "it was killed" in module._diagnose(address)
+    assert "is down" in module._diagnose("no-such-host.invalid:1")
 
 
 def test_a_stall_prints_the_functions_of_all_workers(

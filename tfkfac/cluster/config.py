@@ -52,9 +52,7 @@ def read_tf_config(text: str, ray_job: str = "") -> Cluster | None:
     )
     try:
         config = json.loads(text or "{}")
-    except RecursionError as error:
-        raise invalid("be JSON of at most a few levels") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise invalid(f"be JSON ({error})") from error
     if not isinstance(config, dict):
         raise invalid("be an object of JSON")
@@ -124,11 +122,11 @@ def _make_cluster(
         raise invalid(
             f'have a task "type" of {", ".join(TRAINING_TASKS)} or {EVALUATOR}'
         )
-    if not all(isinstance(x, (list, tuple)) for x in jobs.values()):
-        raise invalid("list the addresses of its workers")
+    for listed in jobs.values():
+        is_list = isinstance(listed, (list, tuple))
+        if not is_list or not all(isinstance(x, str) for x in listed):
+            raise invalid("list the addresses of its workers")
     addresses = [x for name in TRAINING_TASKS for x in jobs.get(name, [])]
-    if not all(isinstance(address, str) for address in addresses):
-        raise invalid("list the addresses of its workers")
     if len(addresses) > MAX_WORKERS:
         raise invalid(f"have at most {MAX_WORKERS} workers")
     for address in addresses:

@@ -148,7 +148,10 @@ class _Client:
                 )
             reply, is_authentic = decode(answer, self._secret, WORKER_0)
         except grpc.RpcError as error:
-            return {"unreachable": error.details() or "no answer"}
+            # A request that the deadline cuts short has no new cause.
+            is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            cause = self._wait.cause if is_late else error.details()
+            return {"unreachable": cause or "no answer"}
         except ValueError:
             return {"unreachable": "another program answers at its address"}
         if not is_authentic or reply.get("nonce") != greeting.nonce:
