@@ -24,8 +24,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "tfkfac"
 # The packages that a package may import, from the top to the bottom.
 MAY = {
-    "callbacks": {"kfac", "fosi", "gauss_newton", "supervision", "shell",
-                  "cluster", "distributed", "saving", "compat"},
+    "callbacks": {"kfac", "fosi", "gauss_newton", "shell", "training",
+                  "cluster", "capture", "distributed", "saving", "compat"},
     "kfac": {"shell", "schedules", "training", "fisher", "curvature", "solvers",
              "blocks", "factors", "loss", "capture", "distributed", "linalg",
              "saving", "compat"},
@@ -33,8 +33,6 @@ MAY = {
              "distributed", "linalg", "saving", "compat"},
     "gauss_newton": {"shell", "training", "fisher", "curvature", "loss",
                      "capture", "distributed", "linalg", "saving", "compat"},
-    "supervision": {"shell", "training", "cluster", "capture", "distributed",
-                    "saving", "compat"},
     "shell": {"schedules", "training", "loss", "capture", "distributed",
               "saving", "compat"},
     "training": {"schedules", "loss", "capture", "distributed", "linalg",

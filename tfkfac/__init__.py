@@ -15,6 +15,7 @@ from tfkfac import (
     solvers,
 )
 from tfkfac.blocks import register_block
+from tfkfac.callbacks.model import supervise
 from tfkfac.cluster.strategy import MultiWorkerMirroredStrategy
 from tfkfac.compat.models import after_compile
 from tfkfac.fisher import register_distribution
@@ -24,7 +25,6 @@ from tfkfac.kfac.optimizer import KFAC
 from tfkfac.kfac.settings import Distribution
 from tfkfac.shell.loss_scale import LossScaleOptimizer
 from tfkfac.solvers import register_solver
-from tfkfac.supervision.model import supervise
 
 __version__ = "0.2.0.dev0"
 __all__ = [

@@ -142,7 +142,7 @@ class Recorder(keras.Model):
 def seen_rows() -> list[dict[int, int]]:
     """Count the rows that `fit`, validation and `evaluate` see.
 
-    supervision/test_comparison.py has arrays and datasets.
+    callbacks/test_comparison.py has arrays and datasets.
     """
     with repair(strategy()).scope():
         model = Recorder()

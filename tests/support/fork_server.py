@@ -17,6 +17,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tests.support.attributes import import_tfkfac
+
 INTERVAL_S = 0.02  # between two looks for programs that have ended
 
 
@@ -91,7 +93,7 @@ def end_early(others: Sequence[Sequence[str]]) -> None:
 
 
 if __name__ == "__main__":
-    importlib.import_module("tfkfac")
+    changes = import_tfkfac()  # programs can print it
     first, *rest = prepare(serve())
     if first == "-c":
         code, *rest = rest

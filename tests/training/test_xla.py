@@ -16,8 +16,8 @@ from tests.support.definition import by_definition
 from tests.support.dtypes import floats
 from tests.support.gpu_kernels import REPORTS, without_gpu_kernel
 from tests.support.small import loss
+from tfkfac.callbacks import model as supervised
 from tfkfac.kfac import method as kfac
-from tfkfac.supervision import model as supervision
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "inverse": lambda: tfkfac.KFAC(0.1),
@@ -55,7 +55,7 @@ pretended_gpu = pytest.fixture(pretend_gpu)
 
 def defer_inverses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Update the inverses after the step, also without XLA."""
-    monkeypatch.setattr(supervision, "uses_xla", lambda model: True)
+    monkeypatch.setattr(supervised, "uses_xla", lambda model: True)
     monkeypatch.setattr(kfac, "in_xla", lambda: True)
 
 

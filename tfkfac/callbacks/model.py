@@ -15,6 +15,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfkfac.callbacks.comparison import common_order
+from tfkfac.callbacks.supervision import Supervision
 from tfkfac.capture.model_taps import metrics_are_reset
 from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.compat.models import (
@@ -35,8 +37,6 @@ from tfkfac.compat.strategies import build_from_specs
 from tfkfac.shell.loss_scale import undo_overflows
 from tfkfac.shell.model import uses_xla
 from tfkfac.shell.optimizer import SecondOrderOptimizer, find_optimizer
-from tfkfac.supervision.callback import Supervision
-from tfkfac.supervision.comparison import common_order
 from tfkfac.training.guards import as_errors
 
 _OVERRIDES, _BOUND = "_tfkfac_supervision", "_tfkfac_optimizer"

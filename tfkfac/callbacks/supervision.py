@@ -8,12 +8,12 @@ from typing import Any
 import keras
 from typing_extensions import override
 
+from tfkfac.callbacks import comparison
 from tfkfac.cluster.waiting import print_line
 from tfkfac.compat.models import first_epoch
 from tfkfac.distributed.agreement import exchange, refuse_differences
 from tfkfac.distributed.topology import find_topology
 from tfkfac.shell.optimizer import SecondOrderOptimizer, largest_counts
-from tfkfac.supervision import comparison
 
 
 class Supervision(keras.callbacks.Callback):

@@ -22,9 +22,9 @@ from tests.support.cluster import run
 from tests.support.marks import with_slow
 from tests.support.strategies import local_ranks
 from tests.support.training import FEEDS, Training, build, fit
+from tfkfac.callbacks import comparison
 from tfkfac.cluster import watch
 from tfkfac.compat.graphs import replica_copy
-from tfkfac.supervision import comparison
 
 
 class Flip(keras.callbacks.Callback):

@@ -1,1 +1,0 @@
-"""Code that runs before, during and after `fit`, on one or several workers."""
