@@ -6,6 +6,7 @@ import io
 import itertools
 import pathlib
 import random
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -65,7 +66,6 @@ def pause(model: Any, case: Training, folder: str) -> str:
     )
     with (
         mock.patch.object(watch, "_STALL_TIMEOUT_S", 1.0),
-        mock.patch.object(watch, "_ANSWER_TIMEOUT_S", 0.5),
         contextlib.redirect_stderr(stderr),
     ):
         fit(model, case, callback, steps=slice(2))
@@ -99,25 +99,23 @@ def test_workers_that_differ(
 ) -> None:
     """One changed bit of a weight raises the same error on all workers.
 
-    Before that worker 0 prints where each worker stands still, and leaves
-    `fit` first: a worker may stop, or fail, in a callback after its last step.
+    Before that worker 0 prints where it stands still, and leaves `fit` first:
+    a worker may stop, or fail, in a callback after its last step.
     """
     interval, updates = RUNS[name]
     optimizer = name.partition(": ")[2]
     results = on_workers("two", flip, optimizer, interval, str(tmp_path))
-    (error, stderr), (error_1, stderr_1) = results
+    (error, stderr), (error_1, _) = results
     assert error == error_1
     assert "no longer have the same weights" in error
     assert f"After {updates} updates" in error
     assert "on worker 0" in error
     assert "on worker 1" in error
-    lines = [x for x in stderr.splitlines() if x.startswith("tfkfac: ")]
-    first = lines.index("tfkfac: no step has ended for 1 s.")
-    for index, line in enumerate(lines[first + 1 : first + 3]):
-        assert line.startswith(f"tfkfac: worker {index} at ")
     # The first step may be reported as well.
-    assert any("wait_until (test_comparison.py:" in x for x in lines)
-    assert "no step has ended" not in stderr_1
+    stall = (
+        r"tfkfac: worker 0 at \S+: no step has ended for .* wait_until \(test"
+    )
+    assert re.search(stall, stderr)
 
 
 # ------------------------------------------------------- the order of the data

@@ -57,8 +57,8 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     worker has failed or was killed: `fit` and `evaluate` raise a
     `RuntimeError` with the name of that worker and the cause; in `predict` and
     in custom training loops the error of the collective contains them. If no
-    step of `fit` ends for a minute, worker 0 prints the functions that each
-    worker is executing; no slow worker is ended.
+    step of `fit` ends for a minute, each worker prints the functions that it is
+    executing; no slow worker is ended.
 
     On several workers the constructor calls `tf.random.set_seed` with a random
     seed that is equal on all workers, unless a seed is set. Each worker reads
@@ -175,11 +175,10 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             repair(self)
         if cluster is not None and size > 1:
             MultiWorkerMirroredStrategy._is_created = True
-            names = [cluster.name(index) for index in range(size)]
             log = EventLog(cluster.index, size)
             self.watch = Watch(cluster, log)
             self.stopping = Stopping(log)
-            self.stall_detector = StallDetector(names, log)
+            self.stall_detector = StallDetector(cluster.name(cluster.index))
             log.start(self.watch, self.stopping, self.stall_detector)
 
     @override

@@ -5,8 +5,8 @@ killed or is suspended. The other workers may be waiting in a collective, which
 TensorFlow ends late or never. `Watch` aborts such collectives.
 
 If no step ends for a minute, for example because a worker waits for its data,
-`StallDetector` prints the current functions of each worker. The stall detector
-never aborts, because the first step may take minutes to compile.
+the `StallDetector` of each worker prints its current functions. It never
+aborts, because the first step may take minutes to compile.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import TracebackType
 
 import tensorflow as tf
@@ -40,8 +40,7 @@ _CAUSE_TIMEOUT_S = 2 * HEARTBEAT_TIMEOUT_S + 2.0
 _PROBE_TIMEOUT_S, _PROBE_INTERVAL_S = 1.0, 0.5
 _MAX_PROBES = 2  # of workers that are lost at the same time
 _MAX_CAUSE_CHARS = 2000
-_STALL_TIMEOUT_S = 60.0  # time without a step until worker 0 asks why
-_ANSWER_TIMEOUT_S = 2.0
+_STALL_TIMEOUT_S = 60.0  # time without a step until it is reported
 # Files of Python's library in which idle threads wait; not reported.
 _IDLE_FILES = {"threading.py", "selectors.py", "queue.py", "thread.py"}
 _IDLE_FILES |= {"events.py", "coordination.py"}  # threads of `EventLog`
@@ -253,15 +252,12 @@ def describe(error: BaseException) -> str:
 
 # ------------------------------------------------------------------- stall
 class StallDetector(Listener):
-    """Print the current functions of all workers if no step ends for 60 s."""
+    """Print the current functions of this worker if no step ends for 60 s."""
 
-    def __init__(self, names: Sequence[str], log: EventLog) -> None:
-        self._names = names
-        self._log = log
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._last_step: float | None = None  # None outside of training
         self._timeout_s = _STALL_TIMEOUT_S
-        self._query_time: float | None = None
-        self._locations: dict[int, str] = {}
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -279,34 +275,19 @@ class StallDetector(Listener):
 
     @override
     def on_tick(self) -> None:
-        """On worker 0, query all workers after a timeout; print the answers."""
-        now, last_step = time.monotonic(), self._last_step
-        if self._query_time is not None:
-            if now > self._query_time + _ANSWER_TIMEOUT_S:
-                self._query_time = None
-                print_line(f"no step has ended for {self._timeout_s:.0f} s.")
-                for index, name in enumerate(self._names):
-                    answer = self._locations.get(index, "does not answer")
-                    print_line(f"{name} {answer}")
-                self._timeout_s *= 2
+        """After a timeout, print the current function of each busy thread."""
+        last_step = self._last_step
+        if last_step is None or time.monotonic() < last_step + self._timeout_s:
             return
-        is_late = last_step is not None and now > last_step + self._timeout_s
-        if is_late and self._log.index == 0:
-            self._query_time = now
-            self._locations = {}
-            self._log.post({"where": True})
-
-    @override
-    def on_event(self, sender: int, event: Event) -> None:
-        if "where" in event:
-            # Post the current function of each busy thread of this process.
-            functions = []
-            for identifier, frame in sys._current_frames().items():
-                code, line = frame.f_code, frame.f_lineno
-                file = pathlib.Path(code.co_filename).name
-                is_other = identifier != threading.get_ident()
-                if is_other and file not in _IDLE_FILES:
-                    functions.append(f"{code.co_name} ({file}:{line})")
-            self._log.post({"place": f"is in {', '.join(functions)}"})
-        elif "place" in event:
-            self._locations[sender] = event["place"]
+        functions = []
+        for identifier, frame in sys._current_frames().items():
+            code, line = frame.f_code, frame.f_lineno
+            file = pathlib.Path(code.co_filename).name
+            is_other = identifier != threading.get_ident()
+            if is_other and file not in _IDLE_FILES:
+                functions.append(f"{code.co_name} ({file}:{line})")
+        print_line(
+            f"{self._name}: no step has ended for {self._timeout_s:.0f} s. It "
+            f"is in {', '.join(functions)}."
+        )
+        self._timeout_s *= 2
