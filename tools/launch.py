@@ -30,7 +30,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from local_worker import LOG_LEVEL, Guard, Worker, write_line
 
@@ -44,33 +43,29 @@ EARLY_S = 5.0  # delay of the message that a worker ended before the others
 CANNOT_RUN = 127  # exit code of a shell that cannot run a command
 
 
-class Signals:
-    """The stop signals that this process has received.
+def catch_signals() -> list[int]:
+    """Return a list to which this process adds the stop signals it receives.
 
-    The launcher polls the signals: an exception in a signal handler could lose
-    a worker that is just started.
+    The launcher polls it: an exception in a signal handler could lose a worker
+    that is just started.
     """
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._receive)
-
-    def _receive(self, number: int, frame: Any) -> None:
-        self.received.append(number)
+    received: list[int] = []
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, frame: received.append(number))
+    return received
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = parse(arguments)
-    signals = Signals()
+    received = catch_signals()
     for stream in (sys.stdout, sys.stderr):
         assert hasattr(stream, "reconfigure")
         stream.reconfigure(errors="replace")
     count, restarts = options.workers, 0
     while True:
-        code, killed = run(options.command, count, signals)
-        if code in (0, CANNOT_RUN) or signals.received:
+        code, killed = run(options.command, count, received)
+        if code in (0, CANNOT_RUN) or received:
             return code
         if killed and count - killed >= (options.min_workers or math.inf):
             count -= killed
@@ -88,7 +83,7 @@ def say(message: str) -> None:
 
 
 def run(
-    command: Sequence[str], count: int, signals: Signals
+    command: Sequence[str], count: int, received: list[int]
 ) -> tuple[int, int]:
     """Start all workers and wait for them.
 
@@ -101,20 +96,20 @@ def run(
         for environment in environments(count):
             workers.append(Worker(len(workers), command, environment))
             guard.watch(workers[-1])
-        code = wait(workers, signals)
+        code = wait(workers, received)
         return code, sum((w.process.poll() or 0) < 0 for w in workers)
     except OSError as error:
         say(f"error: cannot run {command[0]!r}: {error.strerror}")
         return CANNOT_RUN, 0
     finally:
-        stop(workers, signals)
+        stop(workers, received)
         guard.dismiss()
 
 
-def wait(workers: Sequence[Worker], signals: Signals) -> int:
+def wait(workers: Sequence[Worker], received: list[int]) -> int:
     """Return the exit code of the first failure or signal; else 0."""
     report_at: dict[str, float] = {}  # time to report an early end, by name
-    while not signals.received:
+    while not received:
         codes = [worker.process.poll() for worker in workers]
         for worker, code in zip(workers, codes, strict=True):
             if code:
@@ -130,25 +125,25 @@ def wait(workers: Sequence[Worker], signals: Signals) -> int:
                 report_at[name] = math.inf
                 say(f"{name} has ended; others are still running")
         time.sleep(0.05)
-    number = signals.received[0]
+    number = received[0]
     say(f"stopped by {signal.Signals(number).name}")
     return 128 + number
 
 
-def stop(workers: Sequence[Worker], signals: Signals) -> None:
+def stop(workers: Sequence[Worker], received: list[int]) -> None:
     """End all workers, by SIGKILL after a grace time or a second signal."""
-    first = signals.received[0] if signals.received else None
+    first = received[0] if received else None
     for worker in workers:
         worker.signal(
             signal.SIGINT if first == signal.SIGINT else signal.SIGTERM
         )
-    num_signals = len(signals.received)
+    num_signals = len(received)
     grace_s = LONG_GRACE_S if first == signal.SIGTERM else GRACE_S
     deadline = time.monotonic() + grace_s
     while (
         any(worker.is_running for worker in workers)
         and time.monotonic() < deadline
-        and len(signals.received) == num_signals
+        and len(received) == num_signals
     ):
         time.sleep(0.02)
     for worker in workers:

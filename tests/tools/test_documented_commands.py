@@ -68,6 +68,18 @@ RUNS = (
      "--examples 200 --epochs 1 --optimizer kfac", "val_iou"),
     (f"python tools/launch.py 2 -- {CLASSIFY} --epochs 5",
      "--epochs 1 --optimizer kfac", "[worker 0] 23/23"),
+    ("python tools/demo.py", "", "squared error of an image"),
+    ("python tools/gpu_check.py --json gpu.json", "--only FOSI",
+     "FOSI                 passed: loss"),
+    ("python tools/studies/benchmark.py --variants sgd",
+     "--models mlp-8x2 --mixes 1,2 --rounds 1 --batch 8 --json rows.json "
+     "--variants adam kfac-inverse:damping=0.1 fosi-adam",
+     "mlp-8x2 kfac-inverse:damping=0.1"),
+    ("python tools/studies/large_batches.py --problem arm",
+     "--optimizer kfac --steps 3", "after 3 steps"),
+    ("python tools/studies/time_to_target.py --size tiny",
+     "--problem regression --seeds 0 1 --method adam kfac:rest=adam "
+     "--rates 0.01 --json study.json", "## Tiny problems"),
     ("python tools/studies/compiled_step.py m1", "--optimizer muon",
      "instructions, 0 cholesky("),
     ("python tools/studies/published.py engd", "--seeds 3 --cpu-seconds 0",

@@ -36,10 +36,3 @@ def test_states(
     checks = json.loads(file.read_text())["checks"]
     states = {check["check"]: check["state"] for check in checks}
     assert states == {"FOSI": state} | dict.fromkeys(NEED_GPUS, "skipped")
-
-
-@pytest.mark.slow
-def test_two_processes_on_a_cpu() -> None:
-    """As on two GPUs."""
-    record = gpu_check.check_training("kfac inverse", workers=2)()
-    assert record["off"] < 1e-4 and record["losses"][-1] < record["losses"][0]

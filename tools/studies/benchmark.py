@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import command  # isort: skip, sets the module path
 from common.arguments import make_parser_of, parse_variant, positive
@@ -63,86 +63,63 @@ Intervals = tuple[int, int]  # steps between updates of factors and of inverses
 
 
 # ------------------------------------------------------------------ the worker
-class Worker:
+def work(model: str, name: str, arguments: dict[str, Any], batch: int) -> None:
     """Train one batch repeatedly, as many steps as the parent process requests.
 
     A request is a line of JSON on the standard input, `{"steps": n,
     "intervals": [factor, inverse]}`. An answer is a line of JSON with the wall
     and processor seconds of each step, and the bytes of the optimizer's state.
-    The first step is answered without a request.
+    The first step is answered without a request. Other output goes to the
+    standard error.
 
     `model` and `name` are the names of the model and of the optimizer, and
     `arguments` are arguments of its constructor; `batch` is a number of rows.
     """
+    import keras
+    import tensorflow as tf
 
-    def __init__(
-        self,
-        model: str,
-        name: str,
-        arguments: dict[str, Any],
-        batch: int,
-        answers: TextIO,
-    ) -> None:
-        import keras
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    keras.utils.set_random_seed(0)
+    network, optimizer = build(model), make_optimizer(name, arguments)
+    loss, arrays = make_loss(model), make_batch(model, batch)
+    last, steps = _now(), 1
+    network.compile(optimizer, loss)
+    # Create variables now: if the first trace creates them, Keras' optimizers,
+    # but not those of tfkfac, need a second trace.
+    optimizer.build(network.trainable_variables)
 
-        keras.utils.set_random_seed(0)
-        self._model = build(model)
-        self._optimizer = make_optimizer(name, arguments)
-        self._loss = make_loss(model)
-        self._batch = make_batch(model, batch)
-        self._answers = answers
-        self._times: Times = []
-        self._num_steps = 1
+    @tf.function(autograph=False)
+    def train(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            outputs = network(x, training=True)
+            loss = network.compute_loss(x=x, y=y, y_pred=outputs)
+        variables = network.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+        return loss
 
-    def run(self) -> None:
-        """Compile and train in a `tf.function` until the requests end."""
-        import tensorflow as tf
-
-        self._last = _now()
-        self._model.compile(self._optimizer, self._loss)
-        # Create variables now: if the first trace creates them, Keras'
-        # optimizers, but not those of tfkfac, need a second trace.
-        self._optimizer.build(self._model.trainable_variables)
-        model, optimizer = self._model, self._optimizer
-
-        @tf.function(autograph=False)
-        def train(x: Any, y: Any) -> Any:
-            with tf.GradientTape() as tape:
-                outputs = model(x, training=True)
-                loss = model.compute_loss(x=x, y=y, y_pred=outputs)
-            variables = model.trainable_variables
-            optimizer.apply(tape.gradient(loss, variables), variables)
-            return loss
-
-        batch = [tf.constant(array) for array in self._batch]
-        train(*batch).numpy()
-        while self._end_step():
-            train(*batch).numpy()
-
-    def _end_step(self) -> bool:
-        """Record the time of a step; return True to run another step."""
-        now = _now()
-        self._times.append((now[0] - self._last[0], now[1] - self._last[1]))
-        if len(self._times) == self._num_steps:
-            answer: Row = {"times": self._times}
-            if hasattr(self._optimizer, "state_bytes"):
-                answer["state_bytes"] = self._optimizer.state_bytes()["total"]
-            print(json.dumps(answer), file=self._answers, flush=True)
-            request = sys.stdin.readline()
-            if not request:
-                return False
-            self._accept(**json.loads(request))
+    data = [tf.constant(array) for array in arrays]
+    while True:
+        times: Times = []
+        for _ in range(steps):
+            train(*data).numpy()
             now = _now()
-        self._last = now
-        return True
-
-    def _accept(self, steps: int, intervals: tuple[int, int]) -> None:
-        """Set the update intervals of K-FAC; other optimizers have none."""
-        self._times, self._num_steps = [], steps
-        if hasattr(self._optimizer, "factor_update_interval"):
-            factor, inverse = intervals
-            self._optimizer.factor_update_interval = factor
-            self._optimizer.inverse_update_interval = inverse
+            times.append((now[0] - last[0], now[1] - last[1]))
+            last = now
+        answer: Row = {"times": times}
+        if hasattr(optimizer, "state_bytes"):
+            answer["state_bytes"] = optimizer.state_bytes()["total"]
+        print(json.dumps(answer), file=answers, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        request = json.loads(line)
+        steps = request["steps"]
+        if hasattr(optimizer, "factor_update_interval"):
+            factor, inverse = request["intervals"]
+            optimizer.factor_update_interval = factor
+            optimizer.inverse_update_interval = inverse
+        last = _now()
 
 
 def _now() -> tuple[float, float]:
@@ -227,13 +204,6 @@ def make_optimizer(name: str, arguments: dict[str, Any]) -> Any:
         )
     once = {"warmup_steps": FOSI_ESTIMATION, "update_interval": 10**6}
     return tfkfac.FOSI(first_order(detail), **(once | arguments))
-
-
-def work(task: dict[str, Any]) -> None:
-    """Train in this process; other output goes to the standard error."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    Worker(**task, answers=answers).run()
 
 
 # --------------------------------------------------------------- the processes
@@ -451,7 +421,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 1 if a variant has died, else 0."""
     options = parse_arguments(arguments)
     if options.worker:
-        work(options.worker)
+        work(**options.worker)
         return 0
     rows: list[Row] = []
     for model in options.models:
