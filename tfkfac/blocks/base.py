@@ -13,7 +13,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -232,25 +232,6 @@ class Block(abc.ABC):
             g = tf.reduce_mean(g, 1, keepdims=True)
         return factor.gram(g)
 
-    def dense(self, values: Mapping[str, tf.Tensor]) -> tf.Tensor:
-        """Materialise the block as a matrix, for tests on small layers.
-
-        Args:
-            values: The tensors that store the factors, by factor name.
-
-        Returns:
-            The Kronecker product `A (x) G`, of shape
-            `([groups,] inputs * outputs, inputs * outputs)`. It acts on the
-            row-major flattened gradient matrix.
-        """
-        g = self.factors["G"].as_matrix(values["G"])
-        if "A" not in self.factors:
-            return g
-        a = self.factors["A"].as_matrix(values["A"])
-        product = tf.einsum("...ij,...kl->...ikjl", a, g)
-        size = a.shape[-1] * g.shape[-1]
-        return tf.reshape(product, [*g.shape[:-2], size, size])
-
 
 class MatrixBlock(Block):
     """Block of a layer with a matrix-shaped kernel and an optional bias.
@@ -302,16 +283,11 @@ class MatrixBlock(Block):
     @functools.cached_property
     @override
     def factors(self) -> dict[str, Factor]:
-        *_, inputs, outputs = self.matrix_shape
+        *groups, inputs, outputs = self.matrix_shape
         return {
-            "A": self._factor(inputs + len(self._bias)),
-            "G": self._factor(outputs),
+            "A": self.limit.matrix(inputs + len(self._bias), tuple(groups)),
+            "G": self.limit.matrix(outputs, tuple(groups)),
         }
-
-    def _factor(self, size: int) -> Factor:
-        if self.groups:
-            return self.limit.stack(self.groups, size)
-        return self.limit.matrix(size)
 
     def dense_trace_key(self, record: Record) -> TraceKey | None:
         """Trace key of a layer whose rows `a` are its unmodified inputs.

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -18,7 +17,7 @@ from typing_extensions import override
 
 from tfkfac.compat.graphs import once_per_graph
 from tfkfac.factors.base import VALUES, Factor, MatrixPart, Part, Side, Tensors
-from tfkfac.factors.matrices import Dense, Stack
+from tfkfac.factors.matrices import Dense
 from tfkfac.linalg.symmetric import eigh, symmetrize
 from tfkfac.linalg.tensors import nan_unless, rounding
 
@@ -107,8 +106,6 @@ class LowRank(Factor):
     size: int
     rank: int
     stack_shape: tuple[int, ...] = ()
-
-    whole_size: ClassVar[int] = 0
 
     @property
     def _basis_shape(self) -> tuple[int, ...]:
@@ -350,19 +347,12 @@ class Limit:
     size: int | None = None
     rank: int = 64
 
-    def matrix(self, size: int) -> Factor:
-        """Create the factor type for one matrix of a given size."""
-        return self._low_rank(size) if self.exceeded(size) else Dense(size)
-
-    def stack(self, count: int, size: int) -> Factor:
-        """Create the factor type for a stack of `count` matrices."""
+    def matrix(self, size: int, stack_shape: tuple[int, ...] = ()) -> Factor:
+        """Create the factor type for one matrix, or a stack, of a size."""
         if self.exceeded(size):
-            return self._low_rank(size, count)
-        return Stack(count, size)
+            return LowRank(size, min(self.rank, size - 1), stack_shape)
+        return Dense(size, stack_shape)
 
     def exceeded(self, size: int) -> bool:
         """True if a matrix of this size is approximated."""
         return self.size is not None and size > self.size
-
-    def _low_rank(self, size: int, *stack_shape: int) -> LowRank:
-        return LowRank(size, min(self.rank, size - 1), stack_shape)
