@@ -145,6 +145,8 @@ def test_statistics(
         check_gradient(passed, block, view, rtol)
         for name, row_case in row_cases(case, passed.x).items():
             check_statistics(passed, block, view, name, row_case, rtol)
+    if case in WIDE:
+        check_sketches(passed, WIDE[case])
 
 
 def check_statistics(
@@ -202,17 +204,14 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("case", WIDE)
-def test_sketches_of_wide_factors(case: str) -> None:
+def check_sketches(run: Pass, sharing: str) -> None:
     """A sketch is the product of the dense statistic and the probes."""
-    passed = run(case, "float32")
-    exact, wide = passed.blocks(), passed.blocks(Limit(2, 2))
-    for block, sketched in zip(exact, wide, strict=True):
+    for block, wide in zip(run.blocks(), run.blocks(Limit(2, 2)), strict=True):
         want, got = (
-            passed.statistics(b, passed.record, sharing=WIDE[case])
-            for b in (block, sketched)
+            run.statistics(b, run.record, sharing=sharing)
+            for b in (block, wide)
         )
-        for name, factor in sketched.factors.items():
+        for name, factor in wide.factors.items():
             (total, count), (matrix, expected) = got[name], want[name]
             assert count == expected
             size = block.factors[name].size

@@ -191,25 +191,19 @@ class Block(abc.ABC):
             if sharing == "expand":
                 return Statistic(a.gram(factor), a.count())
             sums, counts = a.position_sums()
-            means = tf.math.divide_no_nan(sums, counts)
-            count = tf.reduce_sum(tf.cast(counts > 0, self.dtype))
-            return Statistic(factor.gram(means), count)
-        a, count = weigh(a, weights, self.dtype)
-        if sharing != "expand":
-            # Mean over the positions of each example; count examples.
+        else:
+            a, count = weigh(a, weights, self.dtype)
+            if sharing == "expand":
+                return Statistic(factor.gram(a), count)
             if weights is None:
-                a = tf.reduce_mean(a, 1, keepdims=True)
-                count = tf.cast(tf.shape(a)[0], self.dtype)
-            else:
-                positions = tf.reduce_sum(weights, 1)
-                ones = [1] * (a.shape.rank - 1)
-                shape = tf.concat([tf.shape(positions), ones], 0)
-                a = tf.math.divide_no_nan(
-                    tf.reduce_sum(a, 1, keepdims=True),
-                    tf.reshape(positions, shape),
-                )
-                count = tf.reduce_sum(tf.cast(positions > 0, self.dtype))
-        return Statistic(factor.gram(a), count)
+                weights = tf.ones(tf.shape(a)[:2], self.dtype)
+            sums = tf.reduce_sum(a, 1, keepdims=True)
+            counts = tf.reduce_sum(weights, 1)
+            counts = tf.reshape(counts, [-1] + [1] * (a.shape.rank - 1))
+        # Mean over the positions of each example; count examples.
+        means = tf.math.divide_no_nan(sums, counts)
+        count = tf.reduce_sum(tf.cast(counts > 0, self.dtype))
+        return Statistic(factor.gram(means), count)
 
     def output_statistic(self, g: Any, sharing: str) -> tf.Tensor:
         """Sum of `g g^T` over rows.
