@@ -56,54 +56,46 @@ class PositionEmbedding(layers.Layer):
 
 
 CHOSEN = np.array([[0, 1, 2], [3, 4, 5], [1, 1, 1], [5, 0, 2]], "int32")
-CALLS: dict[str, tuple[Callable[[Any, Any], Any], Array]] = {
-    "from the start": (
-        lambda layer, x: layer(x),
-        np.tile(np.arange(3), (BATCH, 1)),
-    ),
+# Arguments of a call, and the positions that it looks up.
+CALLS: dict[str, tuple[Callable[[], dict[str, Any]], Array]] = {
+    "start": (dict, np.tile(np.arange(3), (BATCH, 1))),
     "later": (
-        lambda layer, x: layer(x, ops.convert_to_tensor(2, "int64")),
+        lambda: {"start_index": ops.convert_to_tensor(2, "int64")},
         np.tile(np.arange(2, 5), (BATCH, 1)),
     ),
-    "given positions": (
-        lambda layer, x: layer(x, positions=ops.convert_to_tensor(CHOSEN)),
-        CHOSEN,
-    ),
+    "given": (lambda: {"positions": ops.convert_to_tensor(CHOSEN)}, CHOSEN),
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "sharing"),
-    zip(CALLS, ["expand", "reduce", "expand"], strict=True),
-)
-def test_position_embedding(case: str, sharing: str) -> None:
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_position_embedding(sharing: str) -> None:
     """The factors equal an embedding's factors with positions as tokens."""
-    call, positions = CALLS[case]
-    layer = PositionEmbedding(6, name="block")
 
     class Positioned(keras.Model):
         def __init__(self) -> None:
             super().__init__()
-            self.block = layer
+            self.tables = [PositionEmbedding(6, name=name) for name in CALLS]
 
         def call(self, x: Any) -> Any:
-            return ops.tanh(x + call(self.block, x))
+            arguments = [make() for make, _ in CALLS.values()]
+            pairs = zip(self.tables, arguments, strict=True)
+            return ops.tanh(x + sum(table(x, **kw) for table, kw in pairs))
 
     model = Positioned()
     x = make_input("", (3, WIDTH), BATCH)
     model(x)
     randomize(model)
     y = targets(model, x)
-    (table,) = weights_of(model)
-    out = np.tanh(x + table[positions])
+    one_hot = [np.eye(6)[positions] for _, positions in CALLS.values()]
+    pairs = zip(one_hot, weights_of(model), strict=True)
+    out = np.tanh(x + sum(a @ table for a, table in pairs))
     g = (out - y) * (1 - out**2)
-    a = np.eye(6)[positions]
-    mean = np.einsum("nsi,nso->io", a, g) / BATCH
-    assert_close(mean, keras_gradients(model, x, y)[0], 1e-5, "gradient")
-    block = train_once(model, x, y, weight_sharing=sharing).of("block")
-    A, G = factors(a, g, sharing)
-    assert_close(block["A"], np.diagonal(A), 1e-5, "A")
-    assert_close(block["G"], G, 1e-5, "G")
+    gradients = keras_gradients(model, x, y)
+    step = train_once(model, x, y, weight_sharing=sharing)
+    for name, a, gradient in zip(CALLS, one_hot, gradients, strict=True):
+        assert_close(gradient_by(a, g), gradient, 1e-5, "gradient")
+        A, G = factors(a, g, sharing)
+        check_factors(step.of(name), np.diagonal(A), G)
 
 
 @pytest.mark.filterwarnings("ignore:Layer 'block'.*does not support masking")
@@ -139,21 +131,15 @@ def functional(tokens: Any, in_a_layer: bool = False) -> Any:
     return keras.Model(inputs, out)
 
 
-MODELS: dict[str, Callable[[Any], Any]] = {
-    "functional": functional,
-    "inside a layer": lambda tokens: functional(tokens, True),
-}
-
-
 def embedding(tie_weights: bool, **kwargs: Any) -> Any:
     return layers.ReversibleEmbedding(
         TOKENS, WIDTH, tie_weights=tie_weights, name="tokens", **kwargs
     )
 
 
-def language(case: str, tie_weights: bool, **kwargs: Any) -> Any:
+def language(tie_weights: bool, in_a_layer: bool = False, **kwargs: Any) -> Any:
     """Create a built model, tokens, and targets for its outputs."""
-    model = MODELS[case](embedding(tie_weights, **kwargs))
+    model = functional(embedding(tie_weights, **kwargs), in_a_layer)
     x = make_input("embedding", (TIME,), BATCH)
     model(x)
     randomize(model)
@@ -192,21 +178,16 @@ def check_projection(step: Any, tied: bool, A: Array, G: Array) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "sharing", "eager", "tied", "cap"),
-    [
-        ("functional", "expand", False, True, None),
-        ("inside a layer", "reduce", True, False, 0.7),
-    ],
+    ("sharing", "tied", "cap"),
+    [("expand", True, None), ("reduce", False, 0.7)],
 )
-def test_factors_and_step(
-    case: str, sharing: str, eager: bool, tied: bool, cap: float | None
-) -> None:
+def test_factors_and_step(sharing: str, tied: bool, cap: float | None) -> None:
     """Tied: the factors of the projection precondition the whole gradient.
 
     Untied: lookups and projection have separate blocks. G is computed at the
     logits before a soft cap.
     """
-    model, x, y = language(case, tied, logit_soft_cap=cap)
+    model, x, y = language(tied, in_a_layer=not tied, logit_soft_cap=cap)
     a, g, one_hot, down = rows_of(model, x, y, cap)
     name = "embeddings" if tied else "reverse_embeddings"
     index = list(weights_by_name(model)).index(name)
@@ -221,7 +202,7 @@ def test_factors_and_step(
         solver="eigen",
         damping=0.3,
         weight_sharing=sharing,
-        eager=eager,
+        eager=not tied,
     )
     assert leftovers_of(model.optimizer) == {}
     A, G = factors(a, g, sharing)
@@ -241,7 +222,7 @@ def test_factors_and_step(
 @pytest.mark.parametrize("tied", [True, False])
 def test_spectral_steps_cover_the_untied_projection(tied: bool) -> None:
     """Tables have no block; the tied projection is a table."""
-    model, x, y = language("functional", tied)
+    model, x, y = language(tied)
     a, g, *_ = rows_of(model, x, y)
     step = train_once(model, x, y, step="spectral", rest_optimizer="adam")
     excluded = "spectral steps leave embeddings to the rest optimizer"

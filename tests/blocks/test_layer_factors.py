@@ -17,6 +17,8 @@ from tests.support.harness import (
     FACTOR_RTOL,
     assert_close,
     check_factors,
+    compiled,
+    find,
     half_squared_error,
     randomize,
     train_once,
@@ -29,6 +31,7 @@ from tests.support.layers import (
     targets,
 )
 from tests.support.reference import append_one, factors
+from tests.support.summaries import sequential
 from tfkfac.blocks.statistics import _broadcast_positions
 
 BATCH = 4
@@ -123,44 +126,6 @@ def test_sample_weights_per_output() -> None:
         check_factors(step.of(name), A, G)
 
 
-MASK = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 0]], bool)
-
-
-def test_valid_positions_without_gradient_still_count() -> None:
-    """With a mask, a position with a dead unit counts."""
-    layer = layers.Dense(1, activation="relu", name="block")
-    inputs = keras.Input((3, 4))
-    model = keras.Model(inputs, layer(layers.Masking()(inputs)))
-    randomize(model)
-    x = make_input("", (3, 4), 4) * MASK[..., None]
-    y = targets(model, x)
-    a = append_one(x.astype(np.float64))
-    out = np.maximum(a @ np.vstack(weights_of(model)), 0)
-    # The square of one feature is twice the negative log-likelihood.
-    g = (out - y) * (out > 0) * MASK[..., None]
-    assert 0 < np.count_nonzero(g) < MASK.sum()
-    step = train_once(model, x, y, loss="mse")
-    want = factors(a, g, keep=MASK, terms=MASK.sum())
-    check_factors(step.of("block"), *want)
-
-
-def test_mask_that_the_loss_ignores() -> None:
-    """Padded positions whose outputs enter the loss count."""
-    layer = layers.Dense(2, name="block")
-    inputs = keras.Input((3, 4))
-    masked = layer(layers.Masking()(inputs))
-    # The reshape drops the mask but keeps the padded positions.
-    flat_rows = keras.ops.reshape(masked * 1.0, (-1, 6))
-    model = keras.Model(inputs, flat_rows)
-    randomize(model)
-    x = make_input("", (3, 4), 4) * MASK[..., None]
-    y = targets(model, x)
-    a = append_one(x.astype(np.float64))
-    g = a @ np.vstack(weights_of(model)) - y.reshape(4, 3, 2)
-    step = train_once(model, x, y)
-    check_factors(step.of("block"), *factors(a, g))
-
-
 def test_batch_folded_into_positions() -> None:
     """A layer sees positions as examples; the loss has the real batch."""
     layer = layers.Dense(2, name="block")
@@ -195,19 +160,43 @@ def test_weights_of_positions_and_of_examples() -> None:
     np.testing.assert_array_equal(got, many | np.zeros((1, 2), bool))
 
 
-def test_positions_without_gradient_count() -> None:
-    """All rows count without a mask, even if the loss uses the last only."""
-    layer = layers.Dense(2, activation="relu", name="block")
-    inputs = keras.Input((3, 4))
-    model = keras.Model(inputs, layer(inputs)[:, -1])
+# ----------------------------------------------------------- several calls
+def test_shared_layer_pools_rows() -> None:
+    """The rows of two calls on inputs of different lengths are pooled."""
+    first, second = keras.Input((3, 4)), keras.Input((5, 4))
+    layer = layers.Dense(2, name="twice")
+    model = keras.Model([first, second], [layer(first), layer(second)])
     randomize(model)
-    x = make_input("", (3, 4), 12)
+    x = [make_input("", (3, 4), BATCH), make_input("", (5, 4), BATCH, 7)]
+    rng = np.random.default_rng(3)
+    y = [rng.normal(size=(BATCH, s, 2)).astype("float32") for s in (3, 5)]
+    a, g = (np.concatenate(values, 1, dtype=np.float64) for values in (x, y))
+    a = append_one(a)
+    want = factors(a, a @ np.vstack(weights_of(model)) - g)
+    step = train_once(model, x, y, loss=[half_squared_error] * 2)
+    check_factors(step.of("twice"), *want)
+
+
+def test_dynamic_number_of_time_steps() -> None:
+    """Keras then calls the layer in a vectorised loop."""
+    layer = layers.Dense(3, activation="tanh", name="block")
+    model = sequential(layers.TimeDistributed(layer), shape=(None, 4))
+    randomize(model)
+    optimizer = compiled(model)
+    # Keras 3.15 needs equally many time steps and examples here.
+    x = make_input("", (3, 4), 3)
     y = targets(model, x)
     a = append_one(x.astype(np.float64))
-    out = np.maximum(a @ np.vstack(weights_of(model)), 0)
-    g = (out - y[:, None]) * (out > 0)
-    assert not g[:, -1].all()  # dead units
-    g[:, :-1] = 0
-    weight = np.ones(12, "float32")
-    step = train_once(model, x, y, weight, weight_sharing="reduce")
-    check_factors(step.of("block"), *factors(a, g, "reduce"))
+    out = np.tanh(a @ np.vstack(weights_of(model)))
+    g = (out - y) * (1 - out**2)
+
+    @tf.function(input_signature=[tf.TensorSpec((None, None, 4))])
+    def step(x: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(half_squared_error(y, model(x)))
+        variables = model.trainable_variables
+        gradients = tape.gradient(loss, [v.value for v in variables])
+        optimizer.apply(gradients, variables)
+
+    step(x)
+    check_factors(find(optimizer.factors(), "block"), *factors(a, g))

@@ -5,12 +5,14 @@ without a training step: weight sharing x row weights x dtype.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
 from tests.support.harness import assert_close, randomize
 from tests.support.layers import (
@@ -30,7 +32,7 @@ from tfkfac.factors.low_rank import probes
 
 BATCH = 6
 SHARING = ["expand", "reduce", "average"]  # "average": DP-KFAC, eq. 13
-ZERO = np.array([False, True, False, False, True, False])
+ZERO = np.array([False, True, False, False, False, True])
 
 
 @dataclasses.dataclass
@@ -79,7 +81,9 @@ def run(case: str, dtype: str) -> Pass:
     ((record,),) = Tap.calls(layer)
     Tap.close(layer, model)
     g = noise * slope_of(layer, outputs)
-    assert_close(record.gradient, g, 1e-5, "captured gradient")
+    # The gradient of a `TimeDistributed` is that after the activation.
+    captured = noise if isinstance(layer, layers.TimeDistributed) else g
+    assert_close(record.gradient, captured, 1e-5, "captured gradient")
     by_variable = dict(zip(map(id, variables), gradients, strict=True))
     return Pass(model, layer, x.astype(float), g, record, by_variable)
 
@@ -100,19 +104,28 @@ def check_gradient(run: Pass, block: Block, view: View, rtol: float) -> None:
             assert_close(got, value, rtol, "round trip")
 
 
-def row_cases(case: str, x: Array) -> dict[str, tuple[Any, Any, Any, Any]]:
-    """Examples, rows with loss, mask and zero weights, by name."""
-    batch = range(BATCH)
+class RowCase(NamedTuple):
+    """Rows of a batch that count in the statistics."""
+
+    examples: Sequence[int]
+    has_loss: Any  # False for rows without a gradient
+    mask: Any
+    settings: dict[str, Any]
+
+
+def row_cases(case: str, x: Array) -> dict[str, RowCase]:
     part = statistics.Subsample(1 / 3, tf.constant(1, tf.int64))
-    cases: dict[str, Any] = {
-        "all": (batch, None, None, {}),
-        "weights": (batch, ~ZERO, None, {"weightless": [ZERO[:, None]]}),
-        "subsample": ([1, 4], None, None, {"subsample": part}),
+    settings = {"weightless": [ZERO[:, None]], "subsample": part}
+    cases = {
+        "all": RowCase(range(BATCH), None, None, {}),
+        "weights in a subsample": RowCase([1, 4], ~ZERO, None, settings),
     }
     if x.ndim > 2 and case.startswith(("dense", "einsum_seq", "einsum_heads")):
-        mask = np.random.default_rng(4).random(x.shape[:2]) < 0.6
-        mask[:, 0] = True
-        cases["mask"] = batch, mask, mask, {}
+        # A masked row counts if it has a gradient, other rows always count.
+        rng = np.random.default_rng(4)
+        has_loss, mask = (rng.random(x.shape[:2]) < 0.6 for _ in range(2))
+        has_loss[:, 0] = True
+        cases["mask"] = RowCase(range(BATCH), has_loss, mask, {})
     return cases
 
 
@@ -132,20 +145,29 @@ def test_statistics(
         check_gradient(passed, block, view, rtol)
         for name, row_case in row_cases(case, passed.x).items():
             check_statistics(passed, block, view, name, row_case, rtol)
+    if case in WIDE:
+        check_sketches(passed, WIDE[case])
 
 
 def check_statistics(
-    run: Pass, block: Block, view: View, name: str, row_case: Any, rtol: float
+    run: Pass,
+    block: Block,
+    view: View,
+    name: str,
+    row_case: RowCase,
+    rtol: float,
 ) -> None:
     examples, keep, mask, settings = row_case
-    g = run.g.copy()
+    g, captured = run.g.copy(), run.record.gradient.numpy()
     if keep is not None:
-        g[~keep] = 0
+        g[~keep] = captured[~keep] = 0
     record = dataclasses.replace(
         run.record,
-        gradient=tf.constant(g, run.record.gradient.dtype),
+        gradient=tf.constant(captured),
         mask=None if mask is None else tf.constant(mask),
     )
+    if mask is not None:
+        keep = keep | mask
     a, g = (
         None if rows is None else rows[:, list(examples)]
         for rows in view.rows(run.x, g)
@@ -153,10 +175,10 @@ def check_statistics(
     if keep is not None:  # Repeat for the positions without a mask axis.
         times = g.shape[2] // (keep.shape[1] if keep.ndim > 1 else 1)
         keep = np.repeat(keep.reshape(BATCH, -1), times, axis=1)
+        keep = keep[list(examples)]
     sharings = SHARING
-    if name in ("weights", "subsample"):  # each with one of two dtypes
-        index = (name == "weights") ^ (block.dtype == "float64")
-        sharings = [SHARING[index]]
+    if settings:  # with each of two dtypes
+        sharings = [SHARING[block.dtype == "float64"]]
     for sharing in sharings:
         sums = run.statistics(block, record, sharing=sharing, **settings)
         want = view.factors(a, g, sharing, keep)
@@ -182,17 +204,14 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("case", WIDE)
-def test_sketches_of_wide_factors(case: str) -> None:
+def check_sketches(run: Pass, sharing: str) -> None:
     """A sketch is the product of the dense statistic and the probes."""
-    passed = run(case, "float32")
-    exact, wide = passed.blocks(), passed.blocks(Limit(2, 2))
-    for block, sketched in zip(exact, wide, strict=True):
+    for block, wide in zip(run.blocks(), run.blocks(Limit(2, 2)), strict=True):
         want, got = (
-            passed.statistics(b, passed.record, sharing=WIDE[case])
-            for b in (block, sketched)
+            run.statistics(b, run.record, sharing=sharing)
+            for b in (block, wide)
         )
-        for name, factor in sketched.factors.items():
+        for name, factor in wide.factors.items():
             (total, count), (matrix, expected) = got[name], want[name]
             assert count == expected
             size = block.factors[name].size

@@ -120,13 +120,22 @@ class Bench:
 
 
 def dense_block(block: Block, factors: dict[str, Array]) -> Array:
-    """`Block.dense` in float64."""
-    tensors = {k: tf.constant(v, tf.float64) for k, v in factors.items()}
-    return np.asarray(block.dense(tensors))
+    """Kronecker product of A and G, or G alone, in float64."""
+    a, g = (
+        block.factors[name].as_matrix(tf.constant(factors[name], tf.float64))
+        if name in factors
+        else None
+        for name in "AG"
+    )
+    if a is None:
+        return np.asarray(g)
+    product = np.einsum("...ij,...kl->...ikjl", a, g)
+    size = a.shape[-1] * g.shape[-1]
+    return product.reshape(*g.shape[:-2], size, size)
 
 
 def solve(matrix: Array, W: Array) -> Array:
-    """Solve for row-major flattened matrices, on which `dense` acts."""
+    """Solve for row-major flattened matrices."""
     flat = W.reshape(*matrix.shape[:-1], 1)
     return np.asarray(np.linalg.solve(matrix, flat).reshape(W.shape))
 

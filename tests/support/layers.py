@@ -37,6 +37,12 @@ SAME: dict[str, Any] = {"padding": "same"}
 NO_BIAS: dict[str, Any] = {"use_bias": False}
 
 
+def each_step(make: Any) -> Any:
+    return lambda name, dtype: layers.TimeDistributed(
+        make(name=name, dtype=dtype), dtype=dtype
+    )
+
+
 def einsum(equation: str, shape: Any, bias: str | None = None) -> Any:
     return partial(layers.EinsumDense, equation, shape, bias_axes=bias)
 
@@ -115,9 +121,16 @@ LAYERS: dict[str, Case] = {
     "group": (group_norm(2), (3, 2, 4)),
     "group_no_scale": (group_norm(3, scale=False), (4, 6)),
     "rms": (layers.RMSNormalization, (3, 4)),
-    "prelu": (layers.PReLU, (5,)),
     "prelu_image": (layers.PReLU, (2, 3, 2)),
     "prelu_shared_first": (partial(layers.PReLU, shared_axes=1), (3, 2)),
+    "dense_each_step": (each_step(dense(3, activation="tanh")), (3, 4)),
+    "depthwise2d_each_step": (
+        each_step(depthwise2d((2, 3), strides=2, activation="tanh")),
+        (2, 5, 6, 2),
+    ),
+    "einsum_each_step":
+        (each_step(einsum("abc,cd->abd", (None, 2), "d")), (2, 3, 4)),
+    "layer_each_step": (each_step(layer_norm()), (3, 4)),
 }  # fmt: skip
 
 
@@ -343,9 +356,31 @@ class PReLUView(View):
         return None, u.reshape(1, len(x), 1, -1)
 
 
+class StepsView(View):
+    """View of a layer in a `TimeDistributed`: steps are positions."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer)
+        (self.inner,) = views_of(layer.layer)
+
+    def rows(self, x: Array, g: Array) -> tuple[Array | None, Array]:
+        folded = (v.reshape(-1, *v.shape[2:]) for v in (x, g))
+        a, g = self.inner.rows(*folded)
+        self.groups = self.inner.groups
+        rows = [
+            None if v is None else v.reshape(len(v), len(x), -1, v.shape[-1])
+            for v in (a, g)
+        ]
+        if rows[0] is None:  # one row per example
+            rows[1] = rows[1].sum(2, keepdims=True)
+        return rows[0], rows[1]
+
+
 def views_of(layer: Any) -> Iterator[View]:
     """A view of each block of a built layer."""
-    if isinstance(layer, layers.Dense):
+    if isinstance(layer, layers.TimeDistributed):
+        yield StepsView(layer)
+    elif isinstance(layer, layers.Dense):
         yield View(layer)
     elif isinstance(layer, layers.Embedding):
         yield EmbeddingView(layer)
@@ -397,18 +432,10 @@ def problem(
 
 def slope_of(layer: keras.Layer, outputs: Any) -> Array:
     """Derivative of the layer's activation at its outputs."""
+    layer = getattr(layer, "layer", layer)  # of a `TimeDistributed`
     name = getattr(getattr(layer, "activation", None), "__name__", None)
     values = np.asarray(outputs, np.float64)
     return SLOPES[None if name == "linear" else name](values)
-
-
-def residuals(model: Any, layer: Any, x: Any, y: Array) -> Array:
-    """Gradients of half the squared error, before the last layer's activation.
-
-    The layer's outputs are those of the model.
-    """
-    outputs = np.asarray(model(x), np.float64)
-    return (outputs - y) * slope_of(layer, outputs)
 
 
 def per_example(model: Any, x: Any, y: Array) -> dict[str, Array]:

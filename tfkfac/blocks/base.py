@@ -13,7 +13,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -180,25 +180,19 @@ class Block(abc.ABC):
             if sharing == "expand":
                 return Statistic(a.gram(factor), a.count())
             sums, counts = a.position_sums()
-            means = tf.math.divide_no_nan(sums, counts)
-            count = tf.reduce_sum(tf.cast(counts > 0, self.dtype))
-            return Statistic(factor.gram(means), count)
-        a, count = weigh(a, weights, self.dtype)
-        if sharing != "expand":
-            # Mean over the positions of each example; count examples.
+        else:
+            a, count = weigh(a, weights, self.dtype)
+            if sharing == "expand":
+                return Statistic(factor.gram(a), count)
             if weights is None:
-                a = tf.reduce_mean(a, 1, keepdims=True)
-                count = tf.cast(tf.shape(a)[0], self.dtype)
-            else:
-                positions = tf.reduce_sum(weights, 1)
-                ones = [1] * (a.shape.rank - 1)
-                shape = tf.concat([tf.shape(positions), ones], 0)
-                a = tf.math.divide_no_nan(
-                    tf.reduce_sum(a, 1, keepdims=True),
-                    tf.reshape(positions, shape),
-                )
-                count = tf.reduce_sum(tf.cast(positions > 0, self.dtype))
-        return Statistic(factor.gram(a), count)
+                weights = tf.ones(tf.shape(a)[:2], self.dtype)
+            sums = tf.reduce_sum(a, 1, keepdims=True)
+            counts = tf.reduce_sum(weights, 1)
+            counts = tf.reshape(counts, [-1] + [1] * (a.shape.rank - 1))
+        # Mean over the positions of each example; count examples.
+        means = tf.math.divide_no_nan(sums, counts)
+        count = tf.reduce_sum(tf.cast(counts > 0, self.dtype))
+        return Statistic(factor.gram(means), count)
 
     def output_statistic(self, g: Any, sharing: str) -> tf.Tensor:
         """Sum of `g g^T` over rows.
@@ -220,25 +214,6 @@ class Block(abc.ABC):
         elif sharing == "average":
             g = tf.reduce_mean(g, 1, keepdims=True)
         return factor.gram(g)
-
-    def dense(self, values: Mapping[str, tf.Tensor]) -> tf.Tensor:
-        """Materialise the block as a matrix, for tests on small layers.
-
-        Args:
-            values: The tensors that store the factors, by factor name.
-
-        Returns:
-            The Kronecker product `A (x) G`, of shape
-            `([groups,] inputs * outputs, inputs * outputs)`. It acts on the
-            row-major flattened gradient matrix.
-        """
-        g = self.factors["G"].as_matrix(values["G"])
-        if "A" not in self.factors:
-            return g
-        a = self.factors["A"].as_matrix(values["A"])
-        product = tf.einsum("...ij,...kl->...ikjl", a, g)
-        size = a.shape[-1] * g.shape[-1]
-        return tf.reshape(product, [*g.shape[:-2], size, size])
 
 
 class MatrixBlock(Block):
@@ -291,16 +266,11 @@ class MatrixBlock(Block):
     @functools.cached_property
     @override
     def factors(self) -> dict[str, Factor]:
-        *_, inputs, outputs = self.matrix_shape
+        *groups, inputs, outputs = self.matrix_shape
         return {
-            "A": self._factor(inputs + len(self._bias)),
-            "G": self._factor(outputs),
+            "A": self.limit.matrix(inputs + len(self._bias), tuple(groups)),
+            "G": self.limit.matrix(outputs, tuple(groups)),
         }
-
-    def _factor(self, size: int) -> Factor:
-        if self.groups:
-            return self.limit.stack(self.groups, size)
-        return self.limit.matrix(size)
 
     def dense_trace_key(self, record: Record) -> TraceKey | None:
         """Trace key of a layer whose rows `a` are its unmodified inputs.

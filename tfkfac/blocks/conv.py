@@ -17,7 +17,7 @@ from tfkfac.blocks.patches import Geometry, Patches
 from tfkfac.blocks.rows import Rows, Statistic, fold_positions
 from tfkfac.capture.taps import Record
 from tfkfac.compat.functions import TraceKey, shared_call
-from tfkfac.factors import Dense, Stack
+from tfkfac.factors import Dense
 from tfkfac.linalg.tensors import size_of
 
 
@@ -34,10 +34,8 @@ class ConvBlock(MatrixBlock):
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
-        self.groups = self._count_groups()
-
-    def _count_groups(self) -> int:
-        return self.layer.groups if self.layer.groups > 1 else 0
+        groups = getattr(layer, "groups", 1)  # a depthwise layer has no groups
+        self.groups = groups if groups > 1 else 0
 
     def _output_size(self) -> int:
         return self._kernel.shape[-1] // (self.groups or 1)
@@ -72,34 +70,31 @@ class ConvBlock(MatrixBlock):
             # `tf.reshape` infers the batch size only if no other size is 0.
             batch = -1 if g.shape[1] else size_of(g, 0)
             g = tf.reshape(g, [batch, size_of(g, 1), self.groups, width])
-        return Rows(
-            lambda: self._patches(inputs), g, None, self._gram_of(inputs)
-        )
+
+        def patches() -> tf.Tensor | Patches:
+            if self._is_pointwise:
+                return self.with_bias(fold_positions(self.cast(inputs)))
+            return Patches(
+                channels_last(self.layer, inputs),
+                _geometry(self.layer),
+                self.dtype,
+                self.groups,
+                bool(self._bias),
+            )
+
+        gram = None
+        if _is_image(self.layer) and isinstance(self.factors["A"], Dense):
+            gram = self._gram_of(_as_image(self.layer, self.cast(inputs)))
+        return Rows(patches, g, None, gram)
 
     def _gradients(self, gradient: tf.Tensor) -> tf.Tensor:
         return fold_positions(self.cast(gradient))
 
-    def _patches(self, inputs: tf.Tensor) -> tf.Tensor | Patches:
-        if self._is_pointwise:
-            return self.with_bias(fold_positions(self.cast(inputs)))
-        return Patches(
-            channels_last(self.layer, inputs),
-            _geometry(self.layer),
-            self.dtype,
-            self.groups,
-            bool(self._bias),
-        )
-
-    def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
+    def _gram_of(self, images: tf.Tensor) -> Callable[[], Statistic] | None:
         """Return a function that computes A without patches, or None."""
-        layer = self.layer
-        if not _is_image(layer) or not isinstance(self.factors["A"], Dense):
+        geometry, bias = _image_geometry(self.layer), bool(self._bias)
+        if self.groups or not is_cheaper(images.shape, geometry):
             return None
-        images = _as_image(layer, self.cast(inputs))
-        geometry = _image_geometry(layer)
-        if not is_cheaper(images.shape, geometry):
-            return None
-        bias = bool(self._bias)
         return lambda: shared_call(
             ("correlation", geometry, bias),
             lambda images: patch_gram(images, geometry, bias),
@@ -113,25 +108,17 @@ class DepthwiseConvBlock(ConvBlock):
 
     kind = "DepthwiseConv"
 
-    def _count_groups(self) -> int:
-        return self._kernel.shape[-2]
+    def __init__(self, layer: keras.layers.Layer, path: str) -> None:
+        super().__init__(layer, path)
+        self.groups = self._kernel.shape[-2]
 
     def _output_size(self) -> int:
         return self._kernel.shape[-1]
 
-    def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
-        layer = self.layer
-        stride = layer.strides[0]
-        if (
-            not _is_image(layer)
-            or any(other != stride for other in layer.strides)
-            or not isinstance(self.factors["A"], Stack)
-        ):
+    def _gram_of(self, images: tf.Tensor) -> Callable[[], Statistic] | None:
+        geometry = _image_geometry(self.layer)
+        if max(geometry.strides) > 1:  # space-to-depth would mix channels
             return None
-        images = _as_image(layer, self.cast(inputs))
-        geometry = _image_geometry(layer)
-        # `channel_grams` needs equal strides; height 1 allows any stride.
-        geometry = geometry._replace(strides=(stride, stride))
         return lambda: channel_grams(images, geometry, bool(self._bias))
 
 

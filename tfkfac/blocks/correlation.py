@@ -20,14 +20,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.patches import (
-    Geometry,
-    extract_patches,
-    fit,
-    fit_axis,
-    plus,
-    unit_stride_padding,
-)
+from tfkfac.blocks.patches import Geometry, fit_axis, maximum
 from tfkfac.blocks.rows import Statistic
 from tfkfac.compat.functions import shared_call
 from tfkfac.linalg.tensors import size_of
@@ -58,15 +51,13 @@ class AllChannelPairs:
         return tf.concat([up, tf.transpose(down, [0, 1, 3, 2])], 0)
 
     def patch_products(
-        self, images: tf.Tensor, size: Sequence[int], stride: int = 1
+        self, images: tf.Tensor, size: Sequence[int]
     ) -> tf.Tensor:
         """Sum of `p_i p_j` over patches p, for all kernel offsets i and j.
 
         The result has shape `(height, width, height, width, ...)`.
         """
-        geometry = Geometry(tuple(size), (stride, stride), "valid")
-        slices = extract_patches(images, geometry)
-        rows = tf.concat(slices, -1)
+        rows = tf.concat(_slices(images, size), -1)
         rows = tf.reshape(rows, [-1, rows.shape[-1]])
         gram = tf.matmul(rows, rows, transpose_a=True)
         gram = tf.reshape(gram, [*size, images.shape[-1]] * 2)
@@ -94,16 +85,15 @@ class SameChannelPairs(AllChannelPairs):
         paddings = [[0, 0], [0, height - 1], [width - 1, width - 1], [0, 0]]
         padded = tf.pad(images, paddings)
         size = (height, 2 * width - 1)
-        down = self._filter_gradients(padded, size, [images], 1)[0]
+        down = self._filter_gradients(padded, size, [images])[0]
         return tf.concat([tf.reverse(down[1:], [0, 1]), down], 0)[..., 0]
 
     @override
     def patch_products(
-        self, images: tf.Tensor, size: Sequence[int], stride: int = 1
+        self, images: tf.Tensor, size: Sequence[int]
     ) -> tf.Tensor:
-        geometry = Geometry(tuple(size), (stride, stride), "valid")
-        slices = extract_patches(images, geometry)
-        rows = self._filter_gradients(images, size, slices, stride)
+        slices = _slices(images, size)
+        rows = self._filter_gradients(images, size, slices)
         return tf.reshape(tf.stack(rows), [*size, *size, -1])
 
     def _filter_gradients(
@@ -111,7 +101,6 @@ class SameChannelPairs(AllChannelPairs):
         images: tf.Tensor,
         size: Sequence[int],
         outputs: Sequence[tf.Tensor],
-        stride: int,
     ) -> list[tf.Tensor]:
         """Depthwise filter gradients `(*size, channels, 1)` of outputs."""
         sizes = tf.convert_to_tensor([*size, size_of(images, -1), 1])
@@ -120,7 +109,7 @@ class SameChannelPairs(AllChannelPairs):
                 input=images,
                 filter_sizes=sizes,
                 out_backprop=output,
-                strides=[1, stride, stride, 1],
+                strides=[1] * 4,
                 padding="VALID",
             )
             for output in outputs
@@ -152,7 +141,16 @@ class Window(NamedTuple):
     size: Sequence[int]
     padding: Sequence[tuple[int, int]]
     outputs: Sequence[Any]
-    stride: int = 1  # above 1 only in `channel_grams`, not by correlation
+
+
+def _slices(images: tf.Tensor, size: Sequence[int]) -> list[tf.Tensor]:
+    """Cells of all patches at each offset of a kernel of stride 1."""
+    sizes = [size_of(images, i + 1) - n + 1 for i, n in enumerate(size)]
+    shape = tf.convert_to_tensor([-1, *sizes, -1])
+    slices = [tf.slice(images, [0, *i, 0], shape) for i in np.ndindex(*size)]
+    for cut in slices:  # Restore the static number of channels.
+        cut.set_shape([None, None, None, images.shape[-1]])
+    return slices
 
 
 def patch_gram(images: tf.Tensor, geometry: Geometry, bias: bool) -> Statistic:
@@ -161,19 +159,10 @@ def patch_gram(images: tf.Tensor, geometry: Geometry, bias: bool) -> Statistic:
     The elements of a patch have the order `(kernel size..., channels)`,
     followed by a 1 if there is a bias.
     """
-    size, strides = geometry.size, geometry.strides
-    if max(strides) == 1 and _is_large(images.shape[1:3], size):
-        window = _unpadded(images, geometry)
-    else:
-        # Convert to stride 1 by a space-to-depth reshape.
-        image, outputs = fit(images, geometry)
-        small = _in_strides(geometry)
-        cells = [n + k - 1 for n, k in zip(outputs, small, strict=True)]
-        folded = _fold(image, cells, strides)
-        window = Window(folded, small, [(0, 0)] * 2, outputs)
-    pairs = AllChannelPairs()
-    statistic = _statistic(pairs, _products(pairs, window), window, bias)
-    if max(strides) == 1:
+    is_large = _is_large(images.shape[1:3], geometry)
+    window = _window(images, geometry, is_large)
+    statistic = _statistic(AllChannelPairs(), window, bias)
+    if max(geometry.strides) == 1:
         return statistic
     # Indices of patch elements in the patch after space-to-depth.
     shape = [*_in_strides(geometry), *geometry.strides, images.shape[-1]]
@@ -191,33 +180,24 @@ def patch_gram(images: tf.Tensor, geometry: Geometry, bias: bool) -> Statistic:
 def channel_grams(
     images: tf.Tensor, geometry: Geometry, bias: bool
 ) -> Statistic:
-    """Compute `patch_gram` of each channel, for equal strides."""
-    size, (stride, _) = geometry.size, geometry.strides
-    pairs = SameChannelPairs()
-    by_correlation = stride == 1 and _is_large(images.shape[1:3], size)
+    """Compute `patch_gram` of each channel, for stride 1."""
+    is_large = _is_large(images.shape[1:3], geometry)
 
     def grams(images: tf.Tensor) -> Statistic:
-        if by_correlation:
-            window = _unpadded(images, geometry)
-            return _statistic(pairs, _products(pairs, window), window, bias)
-        # Space-to-depth would mix channels, so use patches for each offset.
-        image, outputs = fit(images, geometry)
-        window = Window(image, size, [(0, 0)] * 2, outputs, stride)
-        products = pairs.patch_products(image, size, stride)
-        return _statistic(pairs, products, window, bias)
+        window = _window(images, geometry, is_large)
+        return _statistic(SameChannelPairs(), window, bias)
 
-    signature = "channel grams", geometry, bias, by_correlation
+    signature = "channel grams", geometry, bias, is_large
     statistic = shared_call(signature, grams, images, any_size=True)
-    elements = math.prod(size) + bias
+    elements = math.prod(geometry.size) + bias
     statistic.total.set_shape([images.shape[-1], elements, elements])
     return statistic
 
 
-def _statistic(
-    pairs: AllChannelPairs, products: tf.Tensor, window: Window, bias: bool
-) -> Statistic:
-    """Reshape products to a factor and append the bias row and column."""
-    total, (height, width) = pairs.as_factor(products), window.outputs
+def _statistic(pairs: AllChannelPairs, window: Window, bias: bool) -> Statistic:
+    """Compute the factor; append the row and the column of the bias."""
+    total = pairs.as_factor(_products(pairs, window))
+    height, width = window.outputs
     count = tf.cast(tf.shape(window.images)[0] * height * width, total.dtype)
     if bias:
         # Sum of all patches: the filter gradient for outputs of ones.
@@ -227,7 +207,7 @@ def _statistic(
             input=image,
             filter_sizes=[*window.size, size_of(image, -1), 1],
             out_backprop=tf.ones([1, *window.outputs, 1], image.dtype),
-            strides=[1, window.stride, window.stride, 1],
+            strides=[1] * 4,
             padding="EXPLICIT",
             explicit_paddings=[0, 0, top, bottom, left, right, 0, 0],
         )
@@ -269,7 +249,7 @@ def costs(
 
     # Size of the convolution after the space-to-depth reshape of `_window`.
     size = _in_strides(geometry)
-    if max(strides) > 1 or not _is_large(cells, kernel_size):
+    if not _is_large(cells, geometry):
         cells = [n + k - 1 for n, k in zip(outputs, size, strict=True)]
     channels *= math.prod(strides)
     (rows, columns), (height, width) = cells, size
@@ -296,34 +276,58 @@ def _in_strides(geometry: Geometry) -> list[int]:
     return [-(-size // stride) for size, stride in pairs]
 
 
-def _unpadded(images: tf.Tensor, geometry: Geometry) -> Window:
-    """Window of stride 1 without explicit padding, for large images."""
-    paddings = [unit_stride_padding(k, geometry.padding) for k in geometry.size]
-    outputs = [
-        plus(size_of(images, axis), sum(paddings[axis - 1]) + 1 - kernel)
-        for axis, kernel in enumerate(geometry.size, start=1)
-    ]
-    return Window(images, geometry.size, paddings, outputs)
-
-
-def _is_large(cells: Sequence[int | None], kernel: Sequence[int]) -> bool:
-    """True if an image is known to be at least as large as the kernel."""
-    return all(
-        n is not None and n >= k for n, k in zip(cells, kernel, strict=True)
+def _is_large(cells: Sequence[int | None], geometry: Geometry) -> bool:
+    """True for stride 1 and images known to be at least as large as a patch."""
+    return max(geometry.strides) == 1 and all(
+        n is not None and n >= k
+        for n, k in zip(cells, geometry.size, strict=True)
     )
 
 
-def _fold(
-    image: tf.Tensor, blocks: Sequence[Any], strides: Sequence[int]
-) -> tf.Tensor:
-    """Space-to-depth: move the cells of each stride block to the channels."""
-    if max(strides) == 1:
-        return image
-    batch, channels = tf.shape(image)[0], image.shape[-1]
-    (rows, columns), (height, width) = blocks, strides
-    shape = [batch, rows, height, columns, width * channels]
-    image = tf.transpose(tf.reshape(image, shape), [0, 1, 3, 2, 4])
-    return tf.reshape(image, [batch, rows, columns, height * width * channels])
+def _window(images: tf.Tensor, geometry: Geometry, is_large: bool) -> Window:
+    """Convert a convolution to stride 1, without explicit padding if large."""
+    if is_large:
+        paddings, sizes = [], []
+        for axis, size in enumerate(geometry.size, start=1):
+            # The padding for stride 1 is equal for images of all sizes.
+            before, count = fit_axis(size, size, 1, geometry.padding)
+            paddings.append((before, count - 1 - before))
+            sizes.append(size_of(images, axis) + count - size)
+        return Window(images, geometry.size, paddings, sizes)
+    images, outputs = _fit(images, geometry)
+    small = _in_strides(geometry)
+    if max(geometry.strides) > 1:
+        # Space-to-depth: move the cells of each stride block to the channels.
+        rows, columns = (n + k - 1 for n, k in zip(outputs, small, strict=True))
+        (height, width), channels = geometry.strides, images.shape[-1]
+        shape = [tf.shape(images)[0], rows, height, columns, width * channels]
+        images = tf.transpose(tf.reshape(images, shape), [0, 1, 3, 2, 4])
+        shape = [shape[0], rows, columns, height * width * channels]
+        images = tf.reshape(images, shape)
+    return Window(images, small, [(0, 0)] * 2, outputs)
+
+
+def _fit(
+    images: tf.Tensor, geometry: Geometry
+) -> tuple[tf.Tensor, Sequence[Any]]:
+    """Pad or crop images to the cells that the patches cover.
+
+    Also returns the number of outputs in each dimension.
+    """
+    index, paddings, outputs = [slice(None)], [(0, 0)], []
+    for axis, (size, stride) in enumerate(
+        zip(geometry.size, geometry.strides, strict=True), start=1
+    ):
+        cells = size_of(images, axis)
+        before, count = fit_axis(cells, size, stride, geometry.padding)
+        num_used = (count + (size - 1) // stride) * stride - before
+        index.append(slice(num_used))
+        paddings.append((before, maximum(num_used - cells, 0)))
+        outputs.append(count)
+    padded = tf.pad(images[tuple(index)], [*paddings, (0, 0)])
+    # Restore the static number of channels, which dynamic padding loses.
+    padded.set_shape([None, None, None, images.shape[-1]])
+    return padded, outputs
 
 
 # --------------------------------------------------------------- stride 1

@@ -14,7 +14,7 @@ from tfkfac.blocks.rows import Rows, fold_axes, with_shape
 from tfkfac.capture.taps import Record
 from tfkfac.compat.functions import TraceKey, shared_call
 from tfkfac.compat.overrides import given_moments
-from tfkfac.factors import Factor, Stack
+from tfkfac.factors import Dense, Factor
 
 # Attributes that may hold the scale: `gamma`, `scale` of `RMSNormalization` (a
 # flag of other layers), `weight` of the T5 layer of keras-hub.
@@ -58,7 +58,7 @@ class NormalizationBlock(Block):
     @functools.cached_property
     @override
     def factors(self) -> dict[str, Factor]:
-        return {"G": Stack(self._features, len(self._weights))}
+        return {"G": Dense(len(self._weights), (self._features,))}
 
     @override
     def trace_key(self, record: Record) -> TraceKey | None:

@@ -32,7 +32,7 @@ from tfkfac.blocks.normalization import (
 from tfkfac.blocks.time_distributed import TimeDistributedBlock
 from tfkfac.capture.taps import Tap, before_first_call
 from tfkfac.capture.walk import LayerRule, Node, unbuilt, walk
-from tfkfac.factors import Limit
+from tfkfac.factors import Dense, Limit
 
 # `Leftover.reason` of embeddings in spectral steps, see `without`.
 EXCLUDED = "spectral steps leave embeddings to the rest optimizer"
@@ -187,7 +187,7 @@ def _blocks_of(
             return blocks, excluded or reason
         for name, factor in block.factors.items():
             # Check the size here, as a custom block may ignore `self.limit`.
-            if limit.exceeded(factor.whole_size):
+            if isinstance(factor, Dense) and limit.exceeded(factor.size):
                 return blocks, excluded or (
                     f"factor {name} of {factor.text} exceeds "
                     f"max_factor_dim={limit.size}"

@@ -1,13 +1,10 @@
 """Rows of a layer (inputs and output gradients), and weight gradients."""
 
-import abc
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import tensorflow as tf
-from typing_extensions import override
 
 from tfkfac.linalg.tensors import (
     row_squares,
@@ -130,79 +127,41 @@ def fold_mask(mask: tf.Tensor | None, shape: tf.Tensor) -> tf.Tensor | None:
     return tf.reshape(mask, [shape[0], tf.reduce_prod(shape[1:])])
 
 
-class LayerGradient(abc.ABC):
-    """Gradients of the weights of equal layers, plain or preconditioned.
+class MatrixGradient(NamedTuple):
+    """Gradients of the weights of equal layers, as dense matrices.
 
-    The first axis of all tensors is that of the layers.
-    """
-
-    @property
-    @abc.abstractmethod
-    def matrix(self) -> tf.Tensor:
-        """The gradients, `(layers, [groups,] inputs, outputs)`."""
-
-    @abc.abstractmethod
-    def scaled(self, factor: tf.Tensor) -> Self:
-        """Return the gradients multiplied by a scalar."""
-
-    @abc.abstractmethod
-    def inner(self, other: "LayerGradient") -> tf.Tensor:
-        """Return the Frobenius inner product of two gradients per layer."""
-
-    @abc.abstractmethod
-    def bound(self) -> tf.Tensor:
-        """Return an upper bound of half the squared norm of each layer."""
-
-    @abc.abstractmethod
-    def where(self, flags: tf.Tensor, otherwise: Self) -> Self:
-        """Return this gradient where a layer's flag is true, else the other."""
-
-    @abc.abstractmethod
-    def by_layer(self) -> list[Self]:
-        """Return the gradient of each layer, without the axis of layers."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MatrixGradient(LayerGradient):
-    """Gradient as a dense matrix.
+    Plain or preconditioned; the first axis of all tensors is that of the
+    layers.
 
     Attributes:
-        value: The matrices, `(layers, [groups,] inputs, outputs)`.
+        matrix: The gradients, `(layers, [groups,] inputs, outputs)`.
     """
 
-    value: tf.Tensor
+    matrix: tf.Tensor
 
-    @property
-    @override
-    def matrix(self) -> tf.Tensor:
-        return self.value
-
-    @override
     def scaled(self, factor: tf.Tensor) -> "MatrixGradient":
-        return MatrixGradient(self.value * tf.cast(factor, self.value.dtype))
+        """Return the gradients multiplied by a scalar."""
+        return MatrixGradient(self.matrix * tf.cast(factor, self.matrix.dtype))
 
-    @override
-    def inner(self, other: LayerGradient) -> tf.Tensor:
-        return row_sums(self.value * other.matrix)
+    def inner(self, other: "LayerGradient") -> tf.Tensor:
+        """Return the Frobenius inner product of two gradients per layer."""
+        return row_sums(self.matrix * other.matrix)
 
-    @override
     def bound(self) -> tf.Tensor:
-        return row_squares(self.value)
+        """Return an upper bound of half the squared norm of each layer."""
+        return row_squares(self.matrix)
 
-    @override
-    def where(
-        self, flags: tf.Tensor, otherwise: "MatrixGradient"
-    ) -> "MatrixGradient":
-        return MatrixGradient(select(flags, self.value, otherwise.value))
+    def where(self, flags: tf.Tensor, otherwise: Any) -> "MatrixGradient":
+        """Return this gradient where a layer's flag is true, else the other."""
+        return MatrixGradient(select(flags, self.matrix, otherwise.matrix))
 
-    @override
-    def by_layer(self) -> list["MatrixGradient"]:
-        return list(map(MatrixGradient, unstacked(self.value)))
+    def by_layer(self) -> "list[LayerGradient]":
+        """Return the gradient of each layer, without the axis of layers."""
+        return [MatrixGradient(matrix) for matrix in unstacked(self.matrix)]
 
 
-@dataclasses.dataclass(frozen=True)
-class RowGradient(LayerGradient):
-    """Gradient `a^T g` as a product of rows, not computed as a matrix.
+class RowGradient(NamedTuple):
+    """Gradients `a^T g` as products of rows, not computed as matrices.
 
     For a batch with fewer rows than features, preconditioning the rows is
     cheaper: `A^-1 a^T g G^-1 = (a A^-1)^T (g G^-1)`.
@@ -216,36 +175,38 @@ class RowGradient(LayerGradient):
     g: tf.Tensor
 
     @property
-    @override
     def matrix(self) -> tf.Tensor:
+        """The gradients, `(layers, inputs, outputs)`."""
         return tf.matmul(self.a, self.g, transpose_a=True)
 
-    @override
     def scaled(self, factor: tf.Tensor) -> "RowGradient":
+        """Return the gradients multiplied by a scalar."""
         return RowGradient(self.a, self.g * tf.cast(factor, self.g.dtype))
 
-    @override
-    def inner(self, other: LayerGradient) -> tf.Tensor:
+    def inner(self, other: "LayerGradient") -> tf.Tensor:
+        """Return the Frobenius inner product of two gradients per layer."""
         if isinstance(other, RowGradient):
             products_a = tf.matmul(self.a, other.a, transpose_b=True)
             products_g = tf.matmul(self.g, other.g, transpose_b=True)
             return row_sums(products_a * products_g)
         return row_sums(tf.matmul(self.a, other.matrix) * self.g)
 
-    @override
     def bound(self) -> tf.Tensor:
+        """Return an upper bound of half the squared norm of each layer."""
         return 2 * row_squares(self.a) * row_squares(self.g)
 
-    @override
-    def where(
-        self, flags: tf.Tensor, otherwise: "RowGradient"
-    ) -> "RowGradient":
+    def where(self, flags: tf.Tensor, otherwise: Any) -> "RowGradient":
+        """Return this gradient where a layer's flag is true, else the other."""
         return RowGradient(
             select(flags, self.a, otherwise.a),
             select(flags, self.g, otherwise.g),
         )
 
-    @override
-    def by_layer(self) -> list["RowGradient"]:
-        tensors = unstacked(self.a), unstacked(self.g)
-        return list(map(RowGradient, *tensors))
+    def by_layer(self) -> "list[LayerGradient]":
+        """Return the gradient of each layer, without the axis of layers."""
+        pairs = zip(unstacked(self.a), unstacked(self.g), strict=True)
+        return [RowGradient(a, g) for a, g in pairs]
+
+
+LayerGradient = MatrixGradient | RowGradient
+"""Gradients of the weights of equal layers, plain or preconditioned."""

@@ -66,9 +66,6 @@ class Examples:
     """
 
     def __init__(self, size: int | tf.Tensor, subsample: Subsample) -> None:
-        self._is_static = isinstance(size, int)
-        self._is_whole = subsample.is_whole(size)
-
         def choose(
             size: tf.Tensor, offset: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -103,30 +100,16 @@ class Examples:
             return None
         if isinstance(tensor, Patches):
             return tensor.select(self.of)
-        if self._is_whole:
-            return tensor
+
+        def gather(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
+            size = tf.shape(tensor, tf.int64)[0]
+            return tf.gather(tensor, indices % tf.maximum(size, 1))
+
         selected = shared_call(
-            ("take examples", self._is_static),
-            _gather if self._is_static else _gather_part,
-            tensor,
-            self._indices,
-            any_size=True,
+            "take examples", gather, tensor, self._indices, any_size=True
         )
         selected.set_shape([None, *tensor.shape[1:]])
         return selected
-
-
-def _gather(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
-    size = tf.shape(tensor, tf.int64)[0]
-    return tf.gather(tensor, indices % tf.maximum(size, 1))
-
-
-def _gather_part(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
-    """Gather examples, without a copy if all are selected."""
-    if in_xla():  # XLA does not compile branches of different shapes.
-        return _gather(tensor, indices)
-    is_whole = tf.equal(tf.size(indices), tf.shape(tensor)[0])
-    return tf.cond(is_whole, lambda: tensor, lambda: _gather(tensor, indices))
 
 
 K = TypeVar("K")
@@ -213,10 +196,10 @@ def batch_statistics(
                 call.total.set_shape(shapes[name])
             # All calls contribute to the same loss terms: do not add their
             # counts of terms, only the counts of rows in A.
-            count = calls[-1].count
-            if name == "A":
-                count = _sum_tensors([call.count for call in calls])
-            total = _sum_tensors([call.total for call in calls])
+            total, count = calls[0]
+            for call in calls[1:]:
+                total += call.total
+                count = count + call.count if name == "A" else call.count
             pooled[name] = Statistic(total, count)
         results[layer] = pooled
     return results
@@ -247,11 +230,6 @@ def output_total(
         total = block.output_statistic(rows.g, settings.sharing)
         totals.append(_rescale(total, examples))
     return tf.add_n(totals)
-
-
-def _sum_tensors(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    first, *rest = tensors
-    return sum(rest, first)
 
 
 def _shared_sums(

@@ -149,12 +149,12 @@ class ModelTap(TraceLists[N], abc.ABC):
     @classmethod
     def open(cls, model: keras.Model) -> Self:
         """Return the tap of the model; create it at the first call."""
-        return keep_on(model, cls._attribute_name(), lambda: cls(model))
+        return keep_on(model, f"_tfkfac_{cls.__name__}", lambda: cls(model))
 
     @classmethod
     def close(cls, model: keras.Model) -> None:
         """Remove the tap of the model."""
-        tap = drop_from(model, cls._attribute_name())
+        tap = drop_from(model, f"_tfkfac_{cls.__name__}")
         if tap is not None:
             tap._installed.remove()
 
@@ -168,11 +168,6 @@ class ModelTap(TraceLists[N], abc.ABC):
         """Remove this replica's objects; return the last, else `default`."""
         items = self.pop_items()
         return items[-1] if items else default
-
-    @classmethod
-    def _attribute_name(cls) -> str:
-        """Return the name of the model's attribute that stores the tap."""
-        return f"_tfkfac_{cls.__name__}"
 
 
 # ------------------------------------------------------ calls and pullbacks

@@ -12,7 +12,7 @@ from tfkfac.factors.base import (
     Tensors,
 )
 from tfkfac.factors.low_rank import Limit, LowRank
-from tfkfac.factors.matrices import Dense, Diagonal, Stack
+from tfkfac.factors.matrices import Dense, Diagonal
 
 __all__ = [
     "VALUES",
@@ -24,6 +24,5 @@ __all__ = [
     "MatrixPart",
     "Part",
     "Side",
-    "Stack",
     "Tensors",
 ]

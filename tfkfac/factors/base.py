@@ -154,9 +154,11 @@ class Factor(abc.ABC):
 
     Attributes:
         size: Number of rows of the matrix.
+        stack_shape: Shape of a stack of matrices; empty for a single matrix.
     """
 
     size: int
+    stack_shape: tuple[int, ...] = ()
 
     # --------------------------------------------------------------- storage
     @property
@@ -173,16 +175,6 @@ class Factor(abc.ABC):
     def elements(self) -> int:
         """Number of elements of the stored tensor."""
         return self.storage.elements
-
-    @property
-    def stack_shape(self) -> tuple[int, ...]:
-        """Shape of a stack of matrices; empty for a single matrix."""
-        return ()
-
-    @property
-    def whole_size(self) -> int:
-        """Number of rows of the dense matrix; 0 if none is stored."""
-        return self.size
 
     @property
     @abc.abstractmethod

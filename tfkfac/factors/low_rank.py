@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -18,7 +17,7 @@ from typing_extensions import override
 
 from tfkfac.compat.graphs import once_per_graph
 from tfkfac.factors.base import VALUES, Factor, MatrixPart, Part, Side, Tensors
-from tfkfac.factors.matrices import Dense, Stack
+from tfkfac.factors.matrices import Dense
 from tfkfac.linalg.symmetric import eigh, symmetrize
 from tfkfac.linalg.tensors import nan_unless, rounding
 
@@ -108,8 +107,6 @@ class LowRank(Factor):
     rank: int
     stack_shape: tuple[int, ...] = ()
 
-    whole_size: ClassVar[int] = 0
-
     @property
     def _basis_shape(self) -> tuple[int, ...]:
         return (*self.stack_shape, self.size, self.rank)
@@ -170,13 +167,6 @@ class LowRank(Factor):
         low_rank = tf.matmul(F, F, transpose_b=True)
         identity = tf.eye(self.size, dtype=F.dtype)
         return tf.cast(low_rank + rest * identity, value.dtype)
-
-    def explained(self, value: tf.Tensor) -> tf.Tensor:
-        """Fraction of the trace in the low-rank matrix `F F^T`."""
-        F, rest = self._split(value)
-        low_rank = tf.reduce_sum(tf.square(F))
-        trace = low_rank + self.size * tf.reduce_sum(rest)
-        return tf.math.divide_no_nan(low_rank, trace)
 
     @override
     def shown(self, value: tf.Tensor) -> tf.Tensor:
@@ -350,19 +340,12 @@ class Limit:
     size: int | None = None
     rank: int = 64
 
-    def matrix(self, size: int) -> Factor:
-        """Create the factor type for one matrix of a given size."""
-        return self._low_rank(size) if self.exceeded(size) else Dense(size)
-
-    def stack(self, count: int, size: int) -> Factor:
-        """Create the factor type for a stack of `count` matrices."""
+    def matrix(self, size: int, stack_shape: tuple[int, ...] = ()) -> Factor:
+        """Create the factor type for one matrix, or a stack, of a size."""
         if self.exceeded(size):
-            return self._low_rank(size, count)
-        return Stack(count, size)
+            return LowRank(size, min(self.rank, size - 1), stack_shape)
+        return Dense(size, stack_shape)
 
     def exceeded(self, size: int) -> bool:
         """True if a matrix of this size is approximated."""
         return self.size is not None and size > self.size
-
-    def _low_rank(self, size: int, *stack_shape: int) -> LowRank:
-        return LowRank(size, min(self.rank, size - 1), stack_shape)

@@ -1,10 +1,8 @@
-"""Exact factor types: one matrix, a stack of matrices, a diagonal."""
+"""Exact factor types: one matrix or a stack of matrices, and a diagonal."""
 
-import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import ClassVar
 
 import tensorflow as tf
 from typing_extensions import override
@@ -26,11 +24,20 @@ from tfkfac.linalg.symmetric import (
     damped_inverse_root,
     eigh,
 )
-from tfkfac.linalg.tensors import rounding
+from tfkfac.linalg.tensors import rounding, size_of
 
 
-class _Matrices(Factor, abc.ABC):
-    """Base class of `Dense` and `Stack`."""
+@dataclasses.dataclass(frozen=True)
+class Dense(Factor):
+    """Dense matrix, or a stack of matrices: one per group or feature.
+
+    Attributes:
+        size: Number of rows of a matrix.
+        stack_shape: Shape of a stack of matrices. Defaults to a single matrix.
+    """
+
+    size: int
+    stack_shape: tuple[int, ...] = ()
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -45,6 +52,15 @@ class _Matrices(Factor, abc.ABC):
     @override
     def operations(self) -> int:
         return self.elements * self.size
+
+    @override
+    def gram(self, rows: tf.Tensor) -> tf.Tensor:
+        # In a shared traced function only the dynamic sizes are known.
+        sizes = [size_of(rows, axis) for axis in range(2, rows.shape.rank)]
+        rows = tf.reshape(rows, [-1, *sizes])
+        if self.stack_shape:
+            rows = tf.transpose(rows, [1, 0, 2])
+        return tf.matmul(rows, rows, transpose_a=True)
 
     @override
     def mean_eigenvalue(self, value: tf.Tensor) -> tf.Tensor:
@@ -144,50 +160,6 @@ class _Matrices(Factor, abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense(_Matrices):
-    """Dense matrix.
-
-    Attributes:
-        size: Number of rows of the matrix.
-    """
-
-    size: int
-
-    @override
-    def gram(self, rows: tf.Tensor) -> tf.Tensor:
-        # In a shared traced function only the dynamic size is known.
-        size = rows.shape[-1] or tf.unstack(tf.shape(rows))[-1]
-        rows = tf.reshape(rows, [-1, size])
-        return tf.matmul(rows, rows, transpose_a=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Stack(_Matrices):
-    """A stack of dense matrices, one per group or feature of a layer.
-
-    Attributes:
-        count: Number of matrices.
-        size: Number of rows of each matrix.
-    """
-
-    count: int
-    size: int
-
-    @property
-    @override
-    def stack_shape(self) -> tuple[int, ...]:
-        return (self.count,)
-
-    @override
-    def gram(self, rows: tf.Tensor) -> tf.Tensor:
-        # In a shared traced function only the dynamic count is known.
-        count = rows.shape[-2] or tf.unstack(tf.shape(rows))[-2]
-        rows = tf.reshape(rows, [-1, count, self.size])
-        rows = tf.transpose(rows, [1, 0, 2])
-        return tf.matmul(rows, rows, transpose_a=True)
-
-
-@dataclasses.dataclass(frozen=True)
 class Diagonal(Factor):
     """A diagonal matrix, stored as a vector, with eigenvectors I.
 
@@ -196,8 +168,6 @@ class Diagonal(Factor):
     """
 
     size: int
-
-    whole_size: ClassVar[int] = 0
 
     @property
     @override

@@ -294,10 +294,6 @@ def register_distribution(
         _registered[loss] = distribution
 
 
-# Function f(distribution, outputs); the result has the shape of the outputs.
-OutputGradient = Callable[[Distribution, tf.Tensor], tf.Tensor]
-
-
 @dataclasses.dataclass(frozen=True)
 class Output:
     """Predictions that were passed to a loss, and their distribution.
@@ -311,9 +307,11 @@ class Output:
     weights: tf.Tensor | None
 
     def gradient(
-        self, compute: OutputGradient, weight: tf.Tensor | None
+        self,
+        compute: Callable[[Distribution, tf.Tensor], tf.Tensor],
+        weight: tf.Tensor | None,
     ) -> tf.Tensor:
-        """Call `compute` on the predictions, and apply the weights.
+        """Call `compute(distribution, predictions)`, and apply the weights.
 
         Weights of the terms and the loss multiply the Fisher matrix, so the
         result is multiplied by their square root.

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from tfkfac.blocks.registry import EXCLUDED, Leftover, Registry, count_weights
 from tfkfac.capture.walk import SKIPPED
 from tfkfac.compat.models import last_layers
-from tfkfac.factors import LowRank
 from tfkfac.kfac.natural import Natural
 from tfkfac.kfac.placement import Placement
-from tfkfac.kfac.state import State
 from tfkfac.loss.terms import LossTerms
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.training.job import Job
@@ -117,12 +115,11 @@ def rest_role_and_class(job: Job) -> tuple[str, str]:
 def describe(
     job: Job,
     placement: Placement,
-    states: Sequence[State],
     notes: Sequence[str],
     rule: Natural,
     sizes: Mapping[str, int],
 ) -> list[str]:
-    """Return the lines of the summary; `states` are empty before training."""
+    """Return the lines of the summary."""
     inner = type(job.inner_optimizer).__name__
     title = (
         f"K-FAC '{job.name}' of model '{job.model.name}': solver "
@@ -130,7 +127,7 @@ def describe(
     )
     lines = [title + rule.title, *notes, ""]
     rows = [
-        block_row(placement, states, i)
+        block_row(placement, i)
         for i, block in enumerate(placement.blocks)
         if block.skip_reason is None
     ]
@@ -183,29 +180,17 @@ def describe(
     ]
 
 
-def block_row(
-    placement: Placement, states: Sequence[State], layer: int
-) -> tuple[str, ...]:
+def block_row(placement: Placement, layer: int) -> tuple[str, ...]:
     """Table row of one block, with the bytes of its state on this worker."""
     block, rank = placement.blocks[layer], placement.topology.local[0]
     cost, plan = placement.costs[layer], placement.plan
     state_bytes = cost.decomposition * plan.preconditions(rank, layer)
     state_bytes += sum(cost.factors[name] for name in plan.owns(rank, layer))
-    averages = [group for state in states for group in state.averages]
-    texts = {"A": "-", "G": "-"}
-    for name, spec in block.factors.items():
-        texts[name] = spec.text
-        for group in averages:
-            if not isinstance(spec, LowRank) or name not in group.names:
-                continue
-            index = group.blocks.index(block) if block in group.blocks else None
-            if index is not None and group.weight[index] > 0:
-                share = float(spec.explained(group.values()[name][index]))
-                texts[name] = f"{spec.text} ({share:.0%} of trace)"
+    factors = block.factors
     row = [
         block.path,
         block.kind,
-        *texts.values(),
+        *(factors[x].text if x in factors else "-" for x in "AG"),
         f"{count_weights(block.variables):,}",
         bytes_text(state_bytes),
     ]

@@ -6,6 +6,7 @@ the loss.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -47,21 +48,19 @@ def label_count(losses: Sequence[LossTerms]) -> tf.Tensor:
 
     A term has one label for each output, or a single class.
     """
-    counts = [_labels(terms) for terms in losses]
-    return tf.maximum(tf.add_n([tf.zeros([], tf.float64), *counts]), 1.0)
-
-
-def _labels(terms: LossTerms) -> tf.Tensor:
-    """Return the number of labels of a term; 0 without a loss."""
-    call, name = terms.call, terms.likelihood.name
-    if call is None:
-        return tf.zeros([], tf.float64)
-    if name is None or name in _OF_CLASSES:
-        return tf.ones([], tf.float64)
-    assert call.reduction is not None
-    axes = call.reduction.values.shape.rank or call.y_pred.shape.rank - 1
-    sizes = tf.shape(call.y_pred)[axes:]
-    return tf.cast(tf.reduce_prod(sizes), tf.float64)
+    total = tf.zeros([], tf.float64)
+    for terms in losses:
+        call, name = terms.call, terms.likelihood.name
+        if call is None:
+            continue
+        sizes: Any = 1
+        if name is not None and name not in _OF_CLASSES:
+            assert call.reduction is not None
+            axes = call.reduction.values.shape.rank
+            axes = axes or call.y_pred.shape.rank - 1
+            sizes = tf.reduce_prod(tf.shape(call.y_pred)[axes:])
+        total += tf.cast(sizes, tf.float64)
+    return tf.maximum(total, 1.0)
 
 
 def _minimum(terms: LossTerms) -> tf.Tensor:

@@ -52,11 +52,8 @@ class Solver(abc.ABC):
     def __init__(self, name: str, by_roots: bool = False) -> None:
         self.name = name
         self.by_roots = by_roots
-
-    @property
-    def section(self) -> str:
-        """Section of the decompositions in saved state."""
-        return f"{self.name} roots" if self.by_roots else self.name
+        # Section of the decompositions in saved state.
+        self.section = f"{name} roots" if by_roots else name
 
     @abc.abstractmethod
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:

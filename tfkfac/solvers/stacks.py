@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks import LayerGradient, MatrixGradient, RowGradient
+from tfkfac.blocks import LayerGradient
 from tfkfac.factors import Part, Tensors
 from tfkfac.solvers.base import Factors, Solver
 
@@ -22,13 +22,9 @@ class BlockByBlock(Solver):
     def __init__(self, solver: Solver) -> None:
         super().__init__(solver.name, solver.by_roots)
         self._solver = solver
+        self.section = solver.section
         self.whole_layers = solver.whole_layers
         self.takes_rows = solver.takes_rows
-
-    @property
-    @override
-    def section(self) -> str:
-        return self._solver.section
 
     @override
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:
@@ -46,31 +42,19 @@ class BlockByBlock(Solver):
         means: Tensors,
         damping: tf.Tensor,
     ) -> Tensors:
-        return _map(
-            lambda values, means, damping: self._solver.decompose(
-                factors, values, means, tf.reshape(damping, [])
-            ),
-            values,
-            means,
-            damping,
-        )
+        decompose = functools.partial(self._solver.decompose, factors)
+        return _map(decompose, values, means, tf.reshape(damping, [-1]))
 
     @override
     def combine(self, parts: Tensors, damping: tf.Tensor) -> Tensors:
-        def combine(parts: Any, damping: Any) -> Any:
-            return self._solver.combine(parts, tf.reshape(damping, []))
-
-        return _map(combine, parts, damping)
+        return _map(self._solver.combine, parts, tf.reshape(damping, [-1]))
 
     @override
     def apply(
         self, factors: Factors, decomposition: Tensors, gradient: LayerGradient
     ) -> LayerGradient:
-        def apply(decomposition: Any, tensors: Any) -> Any:
-            block = _gradient(tensors)
-            return _tensors(self._solver.apply(factors, decomposition, block))
-
-        return _gradient(_map(apply, decomposition, _tensors(gradient)))
+        apply = functools.partial(self._solver.apply, factors)
+        return _map(apply, decomposition, gradient)
 
     @override
     def apply_back(
@@ -85,20 +69,6 @@ class BlockByBlock(Solver):
     ) -> tf.Tensor:
         change_root = functools.partial(self._solver.change_root, factors)
         return _map(change_root, old, new, matrix)
-
-
-def _tensors(gradient: LayerGradient) -> tuple[tf.Tensor, ...]:
-    """Return the rows or the matrix of a gradient."""
-    if isinstance(gradient, RowGradient):
-        return gradient.a, gradient.g
-    return (gradient.matrix,)
-
-
-def _gradient(tensors: tuple[tf.Tensor, ...]) -> LayerGradient:
-    """Return the gradient of the result of `_tensors`."""
-    if len(tensors) == 2:
-        return RowGradient(*tensors)
-    return MatrixGradient(*tensors)
 
 
 def _map(function: Callable[..., Any], *stacks: Any) -> Any:
