@@ -72,6 +72,8 @@ CASES = {
     "two: dp_kfac, adam": case(
         "dp_kfac",
         "cnn",
+        feed="late",
+        assignment="compute",
         solver="eigen",
         inner="adam",
         weight_decay=0.5,
@@ -112,14 +114,6 @@ CASES = {
         gradient_worker_fraction=0.5,
         solver="eigen",
         patches=("small buckets",),
-    ),
-    "two: dp_kfac, every step": case(
-        "dp_kfac",
-        "cnn",
-        feed="late",
-        assignment="compute",
-        factor_update_interval=1,
-        inverse_update_interval=1,
     ),
     "two: mem_opt, eager": case("mem_opt", "small", eager=True),
     "two: mem_opt, accumulation": case(
@@ -216,7 +210,6 @@ def kept_bytes(state: Any) -> dict[str, int]:
         kept = [v for v in variables if v.shape.rank]
         return sum((v.shape.num_elements() or 0) * v.dtype.size for v in kept)
 
-    kept = [p.decomposition for p in state.preconditioners if p.decomposition]
     numbers = [
         v
         for group in state.averages
@@ -226,7 +219,9 @@ def kept_bytes(state: Any) -> dict[str, int]:
     total = size(state.variables) - size(state.counters.variables)
     return {
         "factors": sum(size(group.averages) for group in state.averages),
-        "decompositions": sum(size(group.tensors) for group in kept),
+        "decompositions": sum(
+            size(group.tensors) for group in state.preconditioners
+        ),
         "total": total - size(numbers),
     }
 

@@ -158,19 +158,17 @@ def two_layer_rows(
 
 
 def deep_model() -> keras.Model:
-    """All types of blocks, with biases, and a softmax cross-entropy."""
-    x = keras.Input((6, 6, 2))
-    h = layers.Conv2D(4, 3, activation="tanh")(x)
-    h = layers.DepthwiseConv2D(2, activation="tanh")(h)
-    h = layers.Conv2D(6, 2, groups=2)(h)
-    h = layers.Reshape((4, 6))(h)
-    h = layers.LayerNormalization()(h)
-    h = layers.EinsumDense("abc,cde->abde", (None, 2, 3), bias_axes="de")(h)
-    h = layers.Reshape((4, 6))(h)
-    h = layers.Dense(5, activation="tanh")(h)
-    h = layers.Flatten()(h)
-    h = layers.Dense(7, activation="sigmoid")(h)
-    model = keras.Model(x, layers.Dense(3)(h))
+    """Factors that are dense, stacks, or without A."""
+    model = keras.Sequential(
+        [
+            keras.Input((6, 6, 2)),
+            layers.Conv2D(4, 3, activation="tanh"),
+            layers.DepthwiseConv2D(2, activation="tanh"),
+            layers.LayerNormalization(),
+            layers.Flatten(),
+            layers.Dense(3),
+        ]
+    )
     randomize(model)
     return model
 
@@ -193,13 +191,13 @@ def test_clip_counts_every_block() -> None:
 
 
 def test_clip_follows_the_learning_rate() -> None:
-    """nu uses the learning rate of the current step."""
+    """nu uses the learning rate of the current step; `last_step` has it."""
     rates = [0.5, 0.05, 0.2]
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0, 1], rates)
     model = two_layer_model()
     x = make_input("", (3,), 6)
     y = targets(model, x)
-    compiled(
+    optimizer = compiled(
         model,
         inner=keras.optimizers.SGD(schedule),
         damping=DAMPING,
@@ -207,6 +205,7 @@ def test_clip_follows_the_learning_rate() -> None:
         factor_decay=0.0,
         eager=False,
     )
+    assert optimizer.last_step == {}
     for rate in rates:
         before = weights_of(model)
         pairs = []
@@ -221,6 +220,9 @@ def test_clip_follows_the_learning_rate() -> None:
         for i, (P, _) in enumerate(pairs):
             got = np.vstack(delta[2 * i : 2 * i + 2])
             assert_close(got, rate * nu * P, 1e-3, f"rate {rate}")
+        length = (rate * nu) ** 2 * sum(np.sum(P * W) for P, W in pairs)
+        want = {"clip_factor": nu, "length": length, "damping": DAMPING}
+        assert optimizer.last_step == pytest.approx(want, rel=1e-3)
 
 
 def test_a_late_block_has_factors_of_its_first_batch() -> None:

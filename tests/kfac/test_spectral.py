@@ -240,7 +240,7 @@ def test_a_gradient_that_overflows_is_forgotten() -> None:
     keras.utils.set_random_seed(0)
     hidden = [keras.layers.Dense(size) for size in (6, 2)]
     model = keras.Sequential([keras.Input((FEATURES,)), *hidden])
-    model.compile(tfkfac.KFAC(), "mse")
+    model.compile(tfkfac.KFAC(), "mse", run_eagerly=True)
     y = 1e-3 * X[:, :2]
     model.fit(X, y, batch_size=len(X), epochs=12, verbose=0)
     model.train_on_batch(np.where(np.arange(len(X)) == 3, 5e18, X.T).T, y)
@@ -297,7 +297,7 @@ def test_scale_loss_passes_the_loss() -> None:
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_hint_at_inputs_far_from_unit_scale(capfd: Any, scale: float) -> None:
     model = mlp()
-    model.compile(tfkfac.KFAC(), cross_entropy())
+    model.compile(tfkfac.KFAC(), cross_entropy(), run_eagerly=True)
     for _ in range(20):
         model.train_on_batch(scale * X, Y)
     text = "inputs of layer 'hidden' are far from unit scale"

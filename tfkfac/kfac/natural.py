@@ -23,11 +23,10 @@ from tfkfac.kfac.length import (
     LOW_FACTOR,
     LOW_SCALED_FACTOR,
     MIN_CLIPPED,
-    Batch,
     StepReport,
 )
 from tfkfac.kfac.placement import Exchange, Placement
-from tfkfac.kfac.scales import Moments
+from tfkfac.kfac.scales import Batch
 from tfkfac.kfac.settings import KFACSettings
 from tfkfac.kfac.state import Counters, State
 from tfkfac.training.guards import count_each
@@ -86,20 +85,43 @@ class Natural:
 
     # ------------------------------------------------------------ the step
     def read(
-        self, step: Step, advise: Callable[[str, str], None], micro_batches: int
+        self,
+        step: Step,
+        layers: Sequence[ActiveBlock],
+        state: State,
+        advise: Callable[..., None],
+        micro_batches: int,
     ) -> Batch | None:
-        """Return the batch values that `gradients` needs; None by default."""
-        return None
+        """Return the batch values that the step needs; None by default.
 
-    def moments(
-        self, step: Step, layers: Sequence[ActiveBlock]
-    ) -> Moments | None:
-        """Return the sums from which the unit of the loss follows, or None."""
+        Args:
+            step: The step.
+            layers: The active blocks.
+            state: State of this replica.
+            advise: Function of a warning and its key. It issues the first
+                warning of each key; by default, the key is the text.
+            micro_batches: Number of micro-batches of a step.
+        """
         return None
 
     def scalars(self, step: Step, batch: Batch | None) -> list[tf.Tensor]:
-        """Return scalars to sum over the workers; `gradients` gets the sums."""
+        """Return scalars to sum over the workers."""
         return []
+
+    def rescale(
+        self,
+        layers: Sequence[ActiveBlock],
+        step: Step,
+        state: State,
+        batch: Batch | None,
+        sums: Sequence[tf.Tensor],
+    ) -> Sequence[ActiveBlock]:
+        """Change the unit of the loss and the scales of layers.
+
+        `sums` are the sums of `scalars` and of `batch.moments` over the
+        workers.
+        """
+        return layers
 
     def takes_rows(self, workers: int) -> bool:
         """True if gradients may be kept as rows with this number of workers."""
@@ -144,9 +166,7 @@ class Natural:
         dense = [group for group in groups if not group.has_rows]
         plain = [matrices_of(group, step) for group in dense]
         local = [
-            [group.precondition(W).matrix]
-            if group.state.decomposition is not None
-            else None
+            [group.precondition(W).matrix] if group.state.is_stored else None
             for group, W in zip(dense, plain, strict=True)
         ]
         positions = [group.positions for group in dense]
@@ -165,10 +185,7 @@ class Natural:
         batch: Batch | None,
         sums: Sequence[tf.Tensor],
     ) -> Gradients:
-        """Return the gradients for the inner optimizer.
-
-        `sums` are the sums of `scalars` over the workers.
-        """
+        """Return the gradients for the inner optimizer; `sums`: `rescale`."""
         optimizer, report = step.job.inner_optimizer, state.report
         gradients, rate = step.gradients, optimizer.learning_rate
         if directions:
