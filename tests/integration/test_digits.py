@@ -33,7 +33,7 @@ def assert_sound(optimizer: tfkfac.KFAC) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scale", "fisher", "want"), [(1, None, 0.95), (255, "monte_carlo", 0.9)]
+    ("scale", "fisher", "want"), [(1, None, 0.95), (255, "monte_carlo", 0.7)]
 )
 def test_accuracy(
     digits: Digits, scale: float, fisher: str | None, want: float

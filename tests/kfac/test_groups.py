@@ -99,24 +99,6 @@ def test_layers_without_gradients_keep_their_rows(step: str) -> None:
             np.testing.assert_allclose(some, every, rtol=1e-5, atol=1e-7)
 
 
-def test_state_of_layers_that_remain() -> None:
-    """A frozen layer leaves its group; the others keep their state."""
-    model = network()
-    model.compile(optimizer("spectral"), loss(), run_eagerly=True)
-    model.train_on_batch(X, Y)
-    kfac = model.optimizer
-    before = {path: state_of(kfac, path) for path in "ac"}
-    model.get_layer("b").trainable = False
-    model.compile(kfac, loss())
-    kfac.build(model.trainable_variables)
-    (state,) = kfac.method.states
-    assert [len(x.positions) for x in state.averages] == [2, 1]
-    for path, old in before.items():
-        for got, want in zip(state_of(kfac, path), old, strict=True):
-            assert np.any(want)
-            np.testing.assert_array_equal(got, want)
-
-
 @pytest.mark.parametrize(
     ("step", "devices", "want"),
     [

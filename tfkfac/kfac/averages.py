@@ -221,9 +221,9 @@ class FactorAverages(Group):
             new = totals[name]
             if name in self.other_names:
                 new = self.factor_types[name].mean_eigenvalue(new)
-            # A rejected count may be 0 or NaN.
+            # A rejected count may be 0 or NaN; its weight is 0.
             scale = tf.math.divide_no_nan(new_weight, counts[name])
-            scale = tf.where(accepted, scale, tf.zeros_like(scale))
+            scale = select(accepted, scale, new_weight)
             mixed = tf.math.multiply_no_nan(
                 old[name], per_row(old_decay, old[name])
             )

@@ -262,21 +262,15 @@ class KFACMethod(Method):
         if batch is not None:
             batch = batch.accumulated(pending.moments)
         scheduled, initial = self.factors_due(layers, step)
-        tf.cond(
-            scheduled | initial,
-            lambda: pending.add_statistics(statistics()),
-            lambda: tf.constant(0),
-        )
+        when(scheduled | initial, lambda: pending.add_statistics(statistics()))
 
-        def complete() -> tf.Tensor:
+        def complete() -> None:
             merged = pending.merged(step)
             self.update(layers, merged, pending.statistics, batch)
             pending.reset()
-            return tf.constant(0)
 
         num_micro_batches = self.settings.gradient_accumulation_steps
-        is_last = tf.equal(pending.count, num_micro_batches)
-        tf.cond(is_last, complete, lambda: tf.constant(0))
+        when(tf.equal(pending.count, num_micro_batches), complete)
 
     def factors_due(
         self, layers: Sequence[ActiveBlock], step: Step

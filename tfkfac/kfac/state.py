@@ -473,7 +473,7 @@ class Pending(Accumulation):
         fields: Any = {"spread": Spread.PARTIAL, "is_finite": False}
         return self.slot(name, shape, block.dtype, layer=block.path, **fields)
 
-    def add_statistics(self, statistics: Statistics) -> tf.Tensor:
+    def add_statistics(self, statistics: Statistics) -> None:
         """Add the statistics of each block in a micro-batch."""
         items = zip(self.blocks.items(), self._sums, strict=True)
         for (i, block), (*totals, counts) in items:
@@ -482,7 +482,6 @@ class Pending(Accumulation):
                 for total, statistic in zip(totals, increments, strict=True):
                     total.assign_add(statistic.total)
                 counts.assign_add(tf.stack([s.count for s in increments]))
-        return tf.constant(0)
 
     def statistics(self) -> dict[int, dict[str, Statistic]]:
         """Return the sums of the statistics of each block so far."""
