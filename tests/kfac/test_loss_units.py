@@ -427,8 +427,7 @@ def small_fosi() -> tfkfac.FOSI:
 @pytest.mark.parametrize(
     ("make", "in_function", "eager"),
     [
-        (tfkfac.KFAC, False, False),
-        (tfkfac.KFAC, True, True),
+        (tfkfac.KFAC, True, False),
         (small_fosi, True, False),
         (tfkfac.GaussNewton, False, True),
     ],

@@ -11,17 +11,14 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from keras import layers
 
-import tfkfac
 from tests.support.harness import (
     SOLVE_RTOL,
     assert_close,
     compiled,
     find,
     flat,
-    half_squared_error,
     randomize,
     train_once,
     weights_of,
@@ -223,45 +220,3 @@ def test_clip_follows_the_learning_rate() -> None:
         length = (rate * nu) ** 2 * sum(np.sum(P * W) for P, W in pairs)
         want = {"clip_factor": nu, "length": length, "damping": DAMPING}
         assert optimizer.last_step == pytest.approx(want, rel=1e-3)
-
-
-def test_a_late_block_has_factors_of_its_first_batch() -> None:
-    model = two_layer_model()
-    optimizer = tfkfac.KFAC(
-        keras.optimizers.SGD(1e-3),
-        damping=DAMPING,
-        kl_clip=None,
-        factor_update_interval=6,
-        inverse_update_interval=6,
-    ).attach(model)
-    variables = model.trainable_variables
-    optimizer.build(variables)
-
-    @tf.function
-    def run(first: int, x: Any, y: Any) -> None:
-        gradients = gradients_of(
-            model, x, y, lambda y, p: tf.reduce_mean(half_squared_error(y, p))
-        )
-        optimizer.apply(gradients[first:], variables[first:])
-
-    x = make_input("", (3,), 14)
-    y = targets(model, x)
-    early = factors(*two_layer_rows(weights_of(model), x[:4], y[:4])[1])
-    for i, first in enumerate([2, 2, 2, 0, 0]):
-        rows = slice(2 * i, 2 * i + 4)
-        before = weights_of(model)
-        (a, g), _ = two_layer_rows(before, x[rows], y[rows])
-        run(first, x[rows], y[rows])
-        moved = np.vstack(before[:2]) - np.vstack(weights_of(model)[:2])
-        if first:
-            assert not moved.any()
-            continue
-        if i == 3:  # used until step 6
-            A, G = factors(a, g)
-        want = inverse_solve(gradient(a, g), A, G, DAMPING)
-        assert_close(moved / 1e-3, want, 2e-3)
-        # The other block has the factors of step 0 until step 6.
-        kept = find(optimizer.factors(), "second")
-        for name, value in zip("AG", early, strict=True):
-            assert_close(kept[name], value, 1e-4)
-    assert int(optimizer.factor_updates) == 2

@@ -36,7 +36,6 @@ def conv(units: int) -> Any:
     ("arguments", "make", "rows", "rank"),
     [
         ({"step": "natural"}, layers.Dense, 640, 64),
-        ({"step": "natural"}, conv, 640, 64),
         ({"step": "spectral"}, layers.Dense, 127, 32),
         ({"step": "spectral"}, einsum, 127, 32),
         ({"step": "spectral"}, at_each_position, 127, 32),

@@ -245,14 +245,13 @@ def hint_at_clip(
 ) -> None:
     """Print the likely cause if the clip shortens most of the first steps."""
     head = "kl_clip has left less than {:.0%} of most of the first {} steps. "
-    names = [step.job.name]
-    path, is_far = far_inputs(layers)
-    message = (
-        f"{head.format(LOW_SCALED_FACTOR, HINT_STEP)}The inputs of layer "
-        f"'{path}' are far from unit scale: normalise the inputs of the model, "
-        'or try KFAC(fisher="monte_carlo").'
+    is_far = hint_at_inputs(
+        layers,
+        step,
+        report,
+        head.format(LOW_SCALED_FACTOR, HINT_STEP),
+        ', or try KFAC(fisher="monte_carlo")',
     )
-    count_each(is_far, report.hints, names, message)
     loss = tf.math.divide_no_nan(step.weighted_loss(), step.loss.unit)
     is_low = step.group.size * loss < _HIGH_LOSS
     hint = f", KFAC(kl_clip={limit / 4:g})," if isinstance(limit, float) else ""
@@ -261,11 +260,20 @@ def hint_at_clip(
         "larger damping; see `optimizer.last_step`."
     )
     is_limited = (report.clipped >= MIN_CLIPPED) & is_low & ~is_far
-    count_each(is_limited, report.hints, names, message)
+    count_each(is_limited, report.hints, [step.job.name], message)
 
 
-def far_inputs(layers: Sequence[ActiveBlock]) -> tuple[str, tf.Tensor]:
-    """Return the path of the first layer, and True if its inputs are large."""
+def hint_at_inputs(
+    layers: Sequence[ActiveBlock],
+    step: Step,
+    report: StepReport,
+    head: str = "",
+    advice: str = "",
+) -> tf.Tensor:
+    """Print a hint if the inputs of the first layer are large; return if so.
+
+    They allow only short steps in all layers.
+    """
     # `order` is largest for the first layer, where the backward pass ends.
     first = max(layers, key=lambda layer: max(r.order for r in layer.records))
     inputs, block = first.records[-1].inputs, first.block
@@ -275,7 +283,14 @@ def far_inputs(layers: Sequence[ActiveBlock]) -> tuple[str, tf.Tensor]:
     if has_scale and isinstance(inputs, tf.Tensor) and inputs.dtype.is_floating:
         squares = tf.square(tf.cast(inputs, tf.float32))
         is_far = tf.sqrt(tf.reduce_mean(squares)) > _MAX_INPUT_RMS
-    return block.path, is_far
+    message = (
+        f"{head}the inputs of layer '{block.path}' are far from unit scale, "
+        "which makes steps short: normalise the inputs of the model, for "
+        "example by `keras.layers.Normalization` or `keras.layers.Rescaling`"
+        f"{advice}."
+    )
+    count_each(is_far, report.hints, [step.job.name], message)
+    return is_far
 
 
 def clip_step(

@@ -46,14 +46,14 @@ from tfkfac.kfac.averages import (
     per_row,
     plain_matrices,
 )
-from tfkfac.kfac.length import HINT_STEP, RMS, WARMUP, StepReport
+from tfkfac.kfac.length import HINT_STEP, RMS, WARMUP
 from tfkfac.kfac.natural import (
     TABLES,
     Natural,
     Preconditioned,
     apply_cheaper,
     decayed,
-    far_inputs,
+    hint_at_inputs,
     joined_stacks,
     matrices_of,
     replace_gradients,
@@ -71,7 +71,6 @@ from tfkfac.linalg.tensors import (
     select,
 )
 from tfkfac.saving.slots import planned
-from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
 
 # Default of the momentum mu; other values were not compared.
@@ -481,19 +480,3 @@ def plain_directions(
         D = select(tf.math.is_finite(square), D, tf.zeros_like(D))
         result[index] = tf.reshape(D, step.variables[index].shape)
     return result
-
-
-def hint_at_inputs(
-    layers: Sequence[ActiveBlock], step: Step, report: StepReport
-) -> None:
-    """Print a hint if the inputs of the model are far from unit scale.
-
-    A first layer with large inputs allows only short steps in all layers.
-    """
-    path, is_far = far_inputs(layers)
-    message = (
-        f"the inputs of layer '{path}' are far from unit scale, which makes "
-        "steps short: normalise the inputs of the model, for example by "
-        "`keras.layers.Normalization` or `keras.layers.Rescaling`."
-    )
-    count_each(is_far, report.hints, [step.job.name], message)
