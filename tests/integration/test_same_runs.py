@@ -18,6 +18,8 @@ import pytest
 import tensorflow as tf
 
 import tfkfac
+from tests.support.dtypes import floats
+from tests.support.harness import flat
 from tests.support.options import kfac
 from tests.support.reference import Array
 from tests.support.saved_models import MODELS
@@ -56,18 +58,6 @@ class Case:
     optimizer: Callable[..., Any]
     model: str = "sequential"
     policy: str = "float32"
-
-    @contextlib.contextmanager
-    def precision(self) -> Iterator[None]:
-        before = keras.config.floatx(), keras.config.dtype_policy()
-        if self.policy == "float64":
-            keras.config.set_floatx("float64")
-        keras.config.set_dtype_policy(self.policy)
-        try:
-            yield
-        finally:
-            keras.config.set_floatx(before[0])
-            keras.config.set_dtype_policy(before[1])
 
     def network(self, seed: int = 0) -> Any:
         keras.utils.set_random_seed(seed)
@@ -370,16 +360,12 @@ def pairs() -> Iterator[Any]:
 def plain(name: str, eager: bool) -> tuple[Mapping[str, Array], Array]:
     """Return the end of one call of `fit`, and how far the weights moved."""
     case = OPTIMIZERS[name]
-    with case.precision():
+    with floats(case.policy):
         model = case.compiled(run_eagerly=eager)
         before = model.get_weights()
         fit(model)
     moved = [a - b for a, b in zip(model.get_weights(), before, strict=True)]
     return everything(model), flat(moved)
-
-
-def flat(values: Any) -> Array:
-    return np.concatenate([np.ravel(v).astype(float) for v in values])
 
 
 @pytest.mark.parametrize(("name", "way"), pairs())
@@ -389,7 +375,7 @@ def test_same_run(name: str, way: str, tmp_path: pathlib.Path) -> None:
     saving = by_keras_file, by_weights_file, by_checkpoint
     want, moved = plain(name, eager=run in saving)
     assert np.abs(moved).max() > 1e-3
-    with case.precision():
+    with floats(case.policy):
         got = everything(run(case, tmp_path))
     if gap:
         weights = [key for key in want if key.startswith("weight")]

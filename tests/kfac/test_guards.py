@@ -2,16 +2,15 @@
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from keras import layers
 
 import tfkfac
+from tests.support.dtypes import floats
 from tests.support.harness import assert_close
 from tests.support.marks import with_slow
 from tests.support.reference import Array
@@ -160,31 +159,23 @@ def test_statistics_that_overflow_are_rejected(capfd: Any) -> None:
 
 
 # -------------------------------------------------------------- half precision
-@pytest.fixture
-def policy() -> Iterator[Callable[[str], None]]:
-    """Set Keras' dtype policy for one test."""
-    before = keras.config.dtype_policy()
-    yield keras.config.set_dtype_policy
-    keras.config.set_dtype_policy(before)
-
-
 @pytest.mark.parametrize(
     ("name", "tolerance"), [("mixed_float16", 4e-3), ("mixed_bfloat16", 3e-2)]
 )
 def test_mixed_precision_has_the_true_scale(
-    name: str, tolerance: float, policy: Callable[[str], None]
+    name: str, tolerance: float
 ) -> None:
     """Factors equal those of float32 for any loss scale."""
     x, y = data(64, seed=5)
     want = compiled_mlp(eager=True)
-    want.train_on_batch(x, y)
-    policy(name)
-    model = compiled_mlp(eager=True)
+    with floats(name):
+        model = compiled_mlp(eager=True)
     outer = tfkfac.KFAC
     if name == "mixed_float16":
         outer = keras.optimizers.LossScaleOptimizer
     assert type(model.optimizer) is outer
-    model.train_on_batch(x, y)
+    for each in (want, model):
+        each.train_on_batch(x, y)
     optimizer = kfac_of(model)
     assert int(optimizer.iterations) == 1
     for path, block in kfac_of(want).factors().items():
@@ -196,11 +187,11 @@ def test_mixed_precision_has_the_true_scale(
         assert_close(got, value, 10 * tolerance)
 
 
-def test_float16_trains(policy: Callable[[str], None]) -> None:
+def test_float16_trains() -> None:
     """A few epochs with the defaults decrease the loss."""
-    policy("float16")
-    model = compiled_mlp(eager=True)
-    history = model.fit(*data(64, seed=5), 64, 4, 0).history
+    with floats("float16"):
+        model = compiled_mlp(eager=True)
+        history = model.fit(*data(64, seed=5), 64, 4, 0).history
     assert np.isfinite(history["loss"]).all()
     assert history["loss"][-1] < 0.8 * history["loss"][0]
     factors = kfac_of(model).factors()["hidden"].values()
@@ -226,7 +217,7 @@ def test_loss_scale_of_a_custom_loop() -> None:
         scaled_step()
     assert_same_weights(model, before)
     scaler.inner_optimizer.attach(model, loss_scaler=scaler)
-    tf.function(scaled_step)()
+    scaled_step()
     plain.train_on_batch(X, Y)
     factors = scaler.inner_optimizer.factors()
     for path, block in kfac_of(plain).factors().items():

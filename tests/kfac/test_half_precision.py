@@ -14,12 +14,33 @@ from keras import layers
 
 from tests.support.harness import assert_close, train_once
 from tests.support.lockstep import run_together
-from tests.support.placements import place
 from tests.support.reference import SOLVES, Array, append_one, factors, gradient
 from tfkfac.blocks import Statistic
+from tfkfac.blocks.registry import build_registry
+from tfkfac.distributed.topology import Topology
 from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.settings import Distribution
+from tfkfac.solvers.registry import make_solver
 
 WORKERS, ROWS = 2, 8
+
+
+def place(packs: bool, dtype: str) -> Placement:
+    """Place factors of all types; a normalisation has no A."""
+    inputs = keras.Input((5,), dtype="int32")
+    x = layers.Embedding(7, 4)(inputs)  # with a diagonal A
+    x = layers.Conv1D(6, 2, groups=2)(x)
+    x = layers.LayerNormalization()(x)
+    model = keras.Model(inputs, layers.Dense(3)(x))
+    everyone = tuple(range(WORKERS))
+    return Placement(
+        build_registry(model, ()),
+        Topology(WORKERS, everyone, (None,) * WORKERS, "auto"),
+        make_solver("inverse"),
+        Distribution("comm_opt", symmetric=packs, factor_dtype=dtype),
+    )
+
+
 # Half a unit in the last place, of each worker's cast and of their sum.
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 Shape = tuple[int, ...]
@@ -64,9 +85,7 @@ def test_statistics_of_any_magnitude(
     packs: bool, dtype: str, size: float
 ) -> None:
     """Large A (raw inputs) and small G (late in training) are exact."""
-    placement = place(
-        "mem_opt", WORKERS, "inverse", symmetric=packs, factor_dtype=dtype
-    )
+    placement = place(packs, dtype)
     for result in reduced(
         placement, lambda _, shape, rank: batch(shape, size, rank)
     ):
@@ -82,7 +101,7 @@ def test_statistics_of_any_magnitude(
 
 def test_statistics_that_are_not_finite() -> None:
     """Statistics that are not finite on one worker are so on all."""
-    placement = place("comm_opt", WORKERS, "inverse", factor_dtype="float16")
+    placement = place(packs=False, dtype="float16")
 
     def total(name: str, shape: Shape, rank: int) -> Array:
         value = batch(shape, 1.0, rank)

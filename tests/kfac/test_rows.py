@@ -114,12 +114,8 @@ def test_rounding_fills_no_singular_values() -> None:
     with floats("float64"):
         exact = network()
         kernel, bias, *_ = gradients_of(exact, x, y, mean_loss)
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    try:
+    with floats("mixed_bfloat16"):
         model = network()
-    finally:
-        keras.config.set_dtype_policy(before)
     model.set_weights(exact.get_weights())
     start = model.get_weights()
     model.compile(tfkfac.KFAC(fisher="empirical"), loss)

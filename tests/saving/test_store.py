@@ -306,7 +306,7 @@ def test_other_step(saved: dict[str, str], loaded: dict[str, str]) -> None:
         optimizer.load_own_variables(state)
     (kept,) = optimizer.method.states
     for block in kept.preconditioners:
-        momenta = block.momentum.variables if block.momentum else []
+        momenta = [v for v in (block.momentum, block.extents) if v is not None]
         assert not any(np.any(variable) for variable in momenta)
 
 

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tfkfac
+from tests.support.dtypes import floats
 from tests.support.small import (
     FEATURES,
     curvature,
@@ -234,37 +235,66 @@ def test_interrupted_fit_ends_its_plan() -> None:
 
 
 # ------------------------------------------------------------- resumed runs
-def test_loaded_model_goes_on(tmp_path: Any) -> None:
-    """A run that is resumed from a file is equal bit for bit."""
+def test_a_resumed_run_ends_with_equal_bits(tmp_path: Any) -> None:
+    """Outside of `fit`, the rate is the peak."""
     files = str(tmp_path / "{epoch}.keras")
     whole = compiled()
     fit(whole, Rates(files))
-    again = load(files.format(epoch=0))
-    rates = fit(again, initial_epoch=1)
-    assert rates == pytest.approx(linear(8)[4:])
-    np.testing.assert_equal(whole.get_weights(), again.get_weights())
+    want, again = whole.get_weights(), load(files.format(epoch=0))
+    whole.optimizer.load_own_variables(curvature(again.optimizer))
+    for model in (again, whole):
+        assert float(model.optimizer.learning_rate) == 1
+    assert fit(again, initial_epoch=1) == pytest.approx(linear(8)[4:])
+    np.testing.assert_equal(again.get_weights(), want)
+
+
+SPOILED = np.where(np.arange(60)[:, None] < 16, np.nan, X)
+LARGE = {"x": X, "y": Y, "batch_size": 30}
+# Arguments of a `fit`, of which each epoch is saved; those of the `fit` that
+# continues it from a later epoch, and its rates.
+RESUMED: dict[str, tuple[dict[str, Any], dict[str, Any], list[float]]] = {
     # Another end, or another first epoch, is another run.
-    for options in ({"epochs": 3, "initial_epoch": 1}, {"epochs": 1}):
-        other = load(files.format(epoch=0))
-        # Outside of `fit`, the rate is the peak.
-        whole.optimizer.load_own_variables(curvature(other.optimizer))
-        for model in (other, whole):
-            assert float(model.optimizer.learning_rate) == 1
-        rates = fit(other, **options)
-        assert rates == pytest.approx(linear(len(rates)))
+    "another end": ({}, {"epochs": 3, "initial_epoch": 1}, linear(8)),
+    "another beginning": ({}, {"epochs": 1}, linear(4)),
+    "generator": (
+        {"x": unknown_length(), "epochs": 3},
+        {"x": unknown_length(), "epochs": 3, "initial_epoch": 2},
+        linear(8)[4:],
+    ),
+    "generator, another end": (
+        {"x": unknown_length(), "epochs": 3},
+        {"x": unknown_length(), "epochs": 4, "initial_epoch": 2},
+        [1.0] * STEPS + linear(STEPS),
+    ),
+    # Two batches, not four; also if such a run is resumed.
+    "other batches": (
+        {"epochs": 3},
+        {"epochs": 3, "initial_epoch": 1, **LARGE},
+        [2 / 3 * share for share in linear(4)],
+    ),
+    # A batch of NaN in each epoch makes no update, and does not move the end.
+    "skipped steps": (
+        {"x": SPOILED, "y": Y, "batch_size": 16},
+        {"x": SPOILED, "y": Y, "batch_size": 16, "initial_epoch": 1},
+        [5 / 8] + [5 / 8 - i / 8 for i in range(3)],
+    ),
+}
 
 
-def test_loaded_model_trains_on_with_a_generator(tmp_path: Any) -> None:
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_goes_on(name: str, tmp_path: Any) -> None:
+    options, rest, want = RESUMED[name]
     files = str(tmp_path / "{epoch}.keras")
-    whole = compiled()
-    want = fit(whole, Rates(files), x=unknown_length(), epochs=3)
-    for epochs, rates in (
-        (3, want[2 * STEPS :]),
-        (4, [1.0] * STEPS + linear(STEPS)),
-    ):
+    last = rest.get("initial_epoch", 1) - 1
+    with contextlib.suppress(RuntimeError):
+        rates = Rates(files, fail_after=STEPS * (last + 1) + 1)
+        fit(compiled(), rates, **options)
+    got = fit(load(files.format(epoch=last)), Rates(files), **rest)
+    assert got == pytest.approx(want, abs=1e-6)
+    if name == "other batches":
         again = load(files.format(epoch=1))
-        got = fit(again, x=unknown_length(), epochs=epochs, initial_epoch=2)
-        assert got == pytest.approx(rates, abs=1e-6)
+        got = fit(again, **{**rest, "initial_epoch": 2})
+        assert got == pytest.approx(want[2:], abs=1e-6)
 
 
 def test_two_crashes_in_one_epoch(tmp_path: Any) -> None:
@@ -286,20 +316,6 @@ def test_two_crashes_in_one_epoch(tmp_path: Any) -> None:
     assert len(rates[-1]) == 8
 
 
-def test_another_number_of_batches_goes_on(tmp_path: Any) -> None:
-    """Two batches, not four; also if such a run is resumed."""
-    files = str(tmp_path / "{epoch}.keras")
-    with contextlib.suppress(RuntimeError):
-        fit(compiled(), Rates(files, fail_after=STEPS), epochs=3)
-    batches = {"x": X, "y": Y, "batch_size": 30, "epochs": 3}
-    again = load(files.format(epoch=0))
-    rates = fit(again, Rates(files), initial_epoch=1, **batches)
-    want = [2 / 3 * share for share in linear(4)]
-    assert rates == pytest.approx(want)
-    again = load(files.format(epoch=1))
-    assert fit(again, initial_epoch=2, **batches) == pytest.approx(want[2:])
-
-
 def test_moved_end_keeps_the_rate_and_the_length() -> None:
     """A third of 12 updates is done; with 4 more, the whole run has 6."""
     optimizer = tfkfac.KFAC(step="spectral")
@@ -308,17 +324,6 @@ def test_moved_end_keeps_the_rate_and_the_length() -> None:
     fractions = [float(optimizer.plan.remaining_fraction(t)) for t in (4, 6, 8)]
     assert fractions == pytest.approx([2 / 3, 1 / 3, 0])
     assert int(optimizer.plan.count_updates(5)) == 6
-
-
-def test_skipped_steps_do_not_move_the_end(tmp_path: Any) -> None:
-    """A batch of NaN in each epoch makes no update."""
-    files = str(tmp_path / "{epoch}.keras")
-    x = X.copy()
-    x[:16] = np.nan
-    data = {"x": x, "y": Y, "batch_size": 16, "epochs": 2}
-    want = fit(compiled(), Rates(files), **data)
-    again = load(files.format(epoch=0))
-    assert fit(again, initial_epoch=1, **data) == want[STEPS:]
 
 
 def test_chief_backup_in_an_epoch_goes_on(tmp_path: Any) -> None:
@@ -342,10 +347,10 @@ def test_a_backup_of_fewer_epochs_begins_again(
 ) -> None:
     """At the peak, with a line that says so."""
     backup = tfkfac.callbacks.ChiefBackup(tmp_path, delete_checkpoint=False)
-    fit(compiled(), backup)
+    fit(compiled(), backup, epochs=1)
     assert "begins again" not in capsys.readouterr().err
-    assert fit(compiled(), backup, epochs=3) == pytest.approx(linear(STEPS))
-    line = "begins again at its peak: .* of a `fit` of 2 epochs, not 3."
+    assert fit(compiled(), backup) == pytest.approx(linear(STEPS))
+    line = "begins again at its peak: .* of a `fit` of 1 epochs, not 2."
     assert re.search(line, capsys.readouterr().err)
 
 
@@ -369,12 +374,8 @@ def test_callbacks_that_set_the_rate_end_the_decay(tmp_path: Any) -> None:
 
 # ------------------------------------------------------------- other users
 def test_loss_scale_optimizer_and_mixed_precision() -> None:
-    policy = keras.mixed_precision.dtype_policy()
-    keras.mixed_precision.set_global_policy("mixed_float16")
-    try:
+    with floats("mixed_float16"):
         model = mlp()
-    finally:
-        keras.mixed_precision.set_global_policy(policy)
     scaler = keras.optimizers.LossScaleOptimizer(
         tfkfac.KFAC(step="spectral", **LEFT), initial_scale=4.0
     )

@@ -8,9 +8,10 @@ import keras
 
 @contextlib.contextmanager
 def floats(dtype: str) -> Iterator[None]:
-    """Makes a dtype the default of Keras for a while."""
+    """Makes a dtype or a policy the default of Keras for a while."""
     before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx(dtype)
+    if not dtype.startswith("mixed"):
+        keras.config.set_floatx(dtype)
     keras.config.set_dtype_policy(dtype)
     try:
         yield

@@ -23,7 +23,7 @@ from tests.support.options import nested
 from tests.support.reference import Array
 from tests.support.strategies import copies, local_ranks, strategy
 from tfkfac.distributed import collectives
-from tfkfac.kfac import length, method, placement, spectral
+from tfkfac.kfac import method, placement, scales, spectral
 
 Result = Mapping[str, Any]
 CLASSES, TOKENS = 3, 6
@@ -311,7 +311,7 @@ PATCHES: dict[str, Callable[[], Any]] = {
     # A message for each tensor.
     "small buckets": lambda: mock.patch.object(collectives, "BUCKET_BYTES", 1),
     # Else the Gauss-Newton matrix is that of other rows in a single process.
-    "whole batches": lambda: mock.patch.object(length, "_BATCH_FRACTION", 1.0),
+    "whole batches": lambda: mock.patch.object(scales, "_BATCH_FRACTION", 1.0),
     "rank 3": lambda: mock.patch.object(method, "FACTOR_RANK", 3),
 }
 

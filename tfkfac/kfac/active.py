@@ -18,8 +18,9 @@ from tfkfac.compat.optimizers import variable_key
 from tfkfac.distributed.plan import Plan
 from tfkfac.fisher import types
 from tfkfac.fisher.types import Choice, Statistics
+from tfkfac.kfac.averages import Preconditioner
 from tfkfac.kfac.settings import KFACSettings
-from tfkfac.kfac.state import Preconditioner, State
+from tfkfac.kfac.state import State
 from tfkfac.loss.terms import LossTerms
 from tfkfac.solvers.base import most_rows
 from tfkfac.training.guards import count_each
@@ -68,8 +69,7 @@ class ActiveGroup:
 
     def precondition(self, gradient: LayerGradient) -> LayerGradient:
         """Precondition gradients on a gradient worker."""
-        assert self.state.decomposition is not None
-        return self.state.decomposition.apply(self.rows, gradient)
+        return self.state.apply(self.rows, gradient)
 
 
 def active_groups(

@@ -15,7 +15,6 @@ from tfkfac.blocks.registry import EXCLUDED, Leftover
 from tfkfac.capture.taps import NESTED
 from tfkfac.capture.walk import SKIPPED
 from tfkfac.factors import Tensors
-from tfkfac.fisher.types import Statistics
 from tfkfac.linalg.tensors import row_sums, select
 from tfkfac.saving.entries import STATE, Entry, Row, Spread
 from tfkfac.saving.slots import Slots
@@ -145,16 +144,11 @@ def per_row(values: tf.Tensor, stack: tf.Tensor) -> tf.Tensor:
     return tf.reshape(values, [-1] + [1] * (stack.shape.rank - 1))
 
 
-def row_totals(stacks: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return the sum of the elements of each row in all stacks."""
-    wide = [tf.cast(x, tf.float32) if x.dtype.size < 4 else x for x in stacks]
-    sums = [row_sums(x) for x in wide]
-    return tf.add_n(sums) if sums else tf.zeros([])
-
-
 def rows_finite(stacks: Sequence[tf.Tensor]) -> tf.Tensor:
     """Return a bool per row, True if it is finite in all stacks."""
-    return tf.math.is_finite(row_totals(stacks))
+    wide = [tf.cast(x, tf.float32) if x.dtype.size < 4 else x for x in stacks]
+    sums = [row_sums(x) for x in wide]
+    return tf.math.is_finite(tf.add_n(sums) if sums else tf.zeros([]))
 
 
 class FactorAverages(Group):
@@ -194,159 +188,116 @@ class FactorAverages(Group):
         ]
         self.weight = self.stacked("weight", (), self.dtype, least=0.0)
 
-    def mix(
+    def update(
         self,
         rows: Sequence[int],
         totals: Mapping[str, tf.Tensor],
-        old_decay: tf.Tensor,
-        new_weight: tf.Tensor,
-        scales: tf.Tensor,
-    ) -> None:
-        """Replace the averages M of some rows by `old_decay M + scale total`.
+        counts: Mapping[str, tf.Tensor],
+        accepted: tf.Tensor,
+        decay: float,
+    ) -> tf.Tensor:
+        """Add accepted statistics to the averages M of some rows.
 
-        Products with 0 are 0, also of NaN.
+        Averages that are not finite restart from the statistics. Products with
+        0 are 0, also of NaN.
 
         Args:
             rows: The rows.
             totals: Sums of the statistics, by name.
-            old_decay: Factor of the old averages, per row.
-            new_weight: Weight of the statistics, per row.
-            scales: `new_weight` over the counts, for the first and last factor.
+            counts: Numbers of terms of the sums, by name.
+            accepted: Bool per row, True to update it.
+            decay: Factor of the old averages.
+
+        Returns:
+            A bool per row, False if the average restarts.
         """
-        old_decay, new_weight, scales = (
-            tf.cast(x, self.dtype) for x in (old_decay, new_weight, scales)
-        )
-        first, *_ = self.factor_types
-        first_scale, last_scale = tf.unstack(scales)
-        names = (*self.names, *self.other_names)
-        variables = [*self.averages, *self.other_means]
-        for name, variable in zip(names, variables, strict=True):
-            old, new = self.read(variable, rows), totals[name]
+        variables = self._by_name()
+        old = {k: self.read(v, rows) for k, v in variables.items()}
+        old_weight = self.read(self.weight, rows)
+        valid = ~accepted | rows_finite([*old.values(), old_weight])
+        old_decay = tf.where(accepted, decay * tf.cast(valid, self.dtype), 1.0)
+        new_weight = (1 - decay) * tf.cast(accepted, self.dtype)
+        for name, variable in variables.items():
+            new = totals[name]
             if name in self.other_names:
                 new = self.factor_types[name].mean_eigenvalue(new)
-            mixed = tf.math.multiply_no_nan(old, per_row(old_decay, old))
-            scale = first_scale if name == first else last_scale
+            # A rejected count may be 0 or NaN; its weight is 0.
+            scale = tf.math.divide_no_nan(new_weight, counts[name])
+            scale = select(accepted, scale, new_weight)
+            mixed = tf.math.multiply_no_nan(
+                old[name], per_row(old_decay, old[name])
+            )
             mixed += tf.math.multiply_no_nan(new, per_row(scale, new))
             self.write(variable, rows, mixed)
-        weight = self.read(self.weight, rows)
-        weight = tf.math.multiply_no_nan(weight, old_decay) + new_weight
+        weight = tf.math.multiply_no_nan(old_weight, old_decay) + new_weight
         self.write(self.weight, rows, weight)
+        return valid
 
     def values(self) -> dict[str, tf.Tensor]:
         """Return the averaged factors; zeros before the first update."""
-        return self._corrected(
-            self.names, self.averages, range(len(self.blocks))
-        )
+        values = self._corrected(range(len(self.blocks)))
+        return {name: values[name] for name in self.names}
 
     def decompose(
         self, rows: Sequence[int], solver: Solver, damping: tf.Tensor
     ) -> Tensors:
         """Decompose the averaged factors of some rows."""
-        specs = self.factor_types
-        values = self._corrected(self.names, self.averages, rows)
-        means = self._corrected(self.other_names, self.other_means, rows)
+        specs, means = self.factor_types, self._corrected(rows)
+        values = {name: means[name] for name in self.names}
         for name, value in values.items():
             means[name] = specs[name].mean_eigenvalue(value)
         return solver.decompose(specs, values, means, self.per_matrix(damping))
 
-    def _corrected(
-        self,
-        names: Sequence[str],
-        averages: Sequence[tf.Variable],
-        rows: Sequence[int],
-    ) -> dict[str, tf.Tensor]:
+    def _corrected(self, rows: Sequence[int]) -> dict[str, tf.Tensor]:
         """Return some rows of the bias-corrected averages, by name."""
         weight = self.read(self.weight, rows)
         result = {}
-        for name, variable in zip(names, averages, strict=True):
+        for name, variable in self._by_name().items():
             average = self.read(variable, rows)
             result[name] = tf.math.divide_no_nan(
                 average, per_row(weight, average)
             )
         return result
 
+    def _by_name(self) -> dict[str, tf.Variable]:
+        """Return the variable of each factor, or of its mean eigenvalue."""
+        names = (*self.names, *self.other_names)
+        variables = (*self.averages, *self.other_means)
+        return dict(zip(names, variables, strict=True))
 
-def update_averages(
-    groups: Sequence[tuple[FactorAverages | None, Sequence[int]]],
-    blocks: Sequence[Block],
-    statistics: Statistics,
-    decay: float,
-    due: tf.Tensor,
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Add the statistics that are due and finite to the averages.
 
-    Averages that are not finite restart from the statistics. Flags and weights
-    are vectors over the blocks of all groups. A group is None if its averages
-    are on other workers.
+class Preconditioner(Group):
+    """Decompositions of blocks, and the momenta of spectral steps.
 
-    Returns:
-        Three vectors of bools, True for an update that was made, for finite
-        statistics, and for averages that were not restarted.
+    The decompositions are the last finite ones, initially the identity.
+
+    The momenta are `M_t = mu M_{t-1} + W_t` with `M_0 = 0`. `momentum` holds
+    `mu R_A^T M R_G`, a sum of `R_A^T W R_G`: for few rows W is not computed.
+    The roots are needed to read it, so files contain both in one section.
+
+    Args:
+        members: The blocks, by position among all blocks.
+        solver: The solver.
+        is_stored: True on gradient workers. Other workers store nothing.
+        dtype: Dtype of the decompositions; None for that of the blocks.
+        has_momenta: True for spectral steps.
+
+    Attributes:
+        extents: Running maxima of the extents of W, which decay like M.
     """
-    order = [i for _, positions in groups for i in positions]
-    dtype = max((blocks[i].dtype for i in order), key=lambda dtype: dtype.size)
-    sizes, totals, sums, old_sums = [], [], [], []
-    for group, positions in groups:
-        specs = blocks[positions[0]].factors
-        stacks = {
-            name: tf.stack([statistics[i][name].total for i in positions])
-            for name in specs
-        }
-        # Traces suffice: a sum of outer products has no element larger than its
-        # trace, and a row that is not finite makes the trace not finite.
-        traces = [specs[k].mean_eigenvalue(x) for k, x in stacks.items()]
-        sizes.append(len(positions))
-        totals.append(stacks)
-        sums.append(tf.cast(row_totals(traces), dtype))
-        old_sum = tf.zeros([len(positions)], dtype)
-        if group is not None:
-            rows = group.rows_of(positions)
-            old = [*group.averages, *group.other_means, group.weight]
-            old_sum = row_totals([group.read(v, rows) for v in old])
-            old_sum = tf.cast(old_sum, dtype)
-        old_sums.append(old_sum)
-    counts = tf.stack(
-        [
-            tf.cast(statistics[i][list(blocks[i].factors)[k]].count, dtype)
-            for k in (0, -1)  # the first and the last factor, maybe the same
-            for i in order
-        ]
-    )
-    counts = tf.reshape(counts, [2, len(order)])
-    finite = tf.math.is_finite(tf.concat(sums, 0))
-    accepted = due & finite & tf.reduce_all(counts > 0, 0)
-    valid = ~accepted | tf.math.is_finite(tf.concat(old_sums, 0))
-    # The weight 0 of a restart clears NaN.
-    old_decay = tf.where(accepted, decay * tf.cast(valid, dtype), 1.0)
-    new_weight = (1 - decay) * tf.cast(accepted, dtype)
-    # A rejected count may be 0 or NaN.
-    scales = tf.math.divide_no_nan(new_weight, counts)
-    scales = tf.where(accepted, scales, tf.zeros_like(scales))
-    weights = old_decay, new_weight, scales
-    for (group, positions), stacks, *vectors in zip(
-        groups,
-        totals,
-        *(tf.split(x, sizes, -1) for x in weights),
-        strict=True,
-    ):
-        if group is not None:
-            group.mix(group.rows_of(positions), stacks, *vectors)
-    return accepted, finite, valid
-
-
-class Decomposition(Group):
-    """The last finite decompositions of blocks; initially the identity."""
 
     def __init__(
         self,
         members: Mapping[int, Block],
         solver: Solver,
+        is_stored: bool,
         dtype: tf.DType | None = None,
+        has_momenta: bool = False,
     ) -> None:
-        super().__init__("decomposition", members, solver.section)
-        self.solver = solver
+        super().__init__("preconditioner", members, solver.section)
+        self.solver, self.is_stored = solver, is_stored
         self._stored_dtype = dtype or self.dtype
-        specs = solver.kept(self.factor_types)
+        specs = solver.kept(self.factor_types) if is_stored else {}
         self.names = tuple(specs)
         self.tensors = [
             self.stacked(
@@ -360,6 +311,14 @@ class Decomposition(Group):
             )
             for name, spec in specs.items()
         ]
+        self.momentum: tf.Variable | None = None
+        self.extents: tf.Variable | None = None
+        if is_stored and has_momenta:
+            shape = self.blocks[0].gradient_shape
+            self.momentum = self.stacked("whitened_momentum", shape, self.dtype)
+            self.extents = self.stacked(
+                "extents", extents_shape(shape), self.dtype
+            )
 
     def replace(
         self,
@@ -367,7 +326,6 @@ class Decomposition(Group):
         parts: Tensors,
         damping: tf.Tensor,
         due: tf.Tensor,
-        momentum: "Momentum | None",
     ) -> tf.Tensor:
         """Replace decompositions that are due and finite.
 
@@ -380,13 +338,13 @@ class Decomposition(Group):
         finite = rows_finite(list(new.values()))
         finite = tf.broadcast_to(finite, [len(rows)])  # if nothing is stored
         accepted = finite & due
-        if momentum is not None:
-            X = self.read(momentum.value, rows)
+        if self.momentum is not None:
+            X = self.read(self.momentum, rows)
             roots = self.stored(rows), self._readable(new)
             whitened = self.solver.change_root(self.factor_types, *roots, X)
             is_valid = tf.cast(rows_finite([whitened]), X.dtype)
             whitened = tf.math.multiply_no_nan(whitened, per_row(is_valid, X))
-            self.write(momentum.value, rows, select(accepted, whitened, X))
+            self.write(self.momentum, rows, select(accepted, whitened, X))
         for name, tensor in zip(self.names, self.tensors, strict=True):
             old = self.read(tensor, rows)
             self.write(tensor, rows, select(accepted, new[name], old))
@@ -414,35 +372,14 @@ class Decomposition(Group):
         stored = self.stored(rows)
         return self.solver.apply_back(self.factor_types, stored, matrix)
 
-
-class Momentum(Group):
-    """Whitened Nesterov momenta of blocks.
-
-    `M_t = mu M_{t-1} + W_t` with `M_0 = 0`. The variable holds
-    `mu R_A^T M R_G`, a sum of `R_A^T W R_G`. For few rows W is not computed.
-    The roots are needed to read it, so files contain both in one section.
-
-    Attributes:
-        extents: Running maxima of the extents of W, which decay like M.
-    """
-
-    def __init__(self, members: Mapping[int, Block], section: str) -> None:
-        super().__init__("momentum", members, section)
-        shape = self.blocks[0].gradient_shape
-        *stack, rows, columns = shape
-        self.value = self.stacked("whitened_momentum", shape, self.dtype)
-        self.extents = self.stacked(
-            "extents", [*stack, rows + columns], self.dtype
-        )
-
-    def add(
+    def add_gradient(
         self,
         rows: Sequence[int],
         whitened: tf.Tensor,
         extents: tf.Tensor,
         decay: float,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Add `R_A^T W R_G` and the extents of W to some rows.
+        """Add `R_A^T W R_G` and the extents of W to some momenta.
 
         Return `R_A^T N R_G` of `N = W + mu M`, and the extents of N.
         """
@@ -453,10 +390,22 @@ class Momentum(Group):
         is_finite = tf.math.is_finite(maxima)
         kept = tf.where(is_finite, maxima, tf.zeros_like(maxima))
         self.write(self.extents, rows, kept)
-        old = self.read(self.value, rows)
+        old = self.read(self.momentum, rows)
         momentum, nesterov = add_momentum(old, whitened, decay)
-        self.write(self.value, rows, momentum)
+        self.write(self.momentum, rows, momentum)
         return nesterov, maxima
+
+    def reset_momenta(self) -> None:
+        """Set the momenta to zero."""
+        for variable in (self.momentum, self.extents):
+            if variable is not None:
+                variable.assign(tf.zeros_like(variable))
+
+
+def extents_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the extents of a stack of matrices."""
+    *stack, rows, columns = shape
+    return (*stack, rows + columns)
 
 
 def add_momentum(

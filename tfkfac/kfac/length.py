@@ -43,34 +43,14 @@ rho.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
-import keras
 import tensorflow as tf
 
-from tfkfac.blocks.statistics import Examples, Subsample
-from tfkfac.capture.model_taps import ForwardTap
 from tfkfac.compat.functions import when
-from tfkfac.compat.graphs import Sum
-from tfkfac.curvature.directional import (
-    LossInputs,
-    directional_curvature,
-    takes_any_batch,
-)
-from tfkfac.curvature.hessian import ADVICE
 from tfkfac.kfac.averages import SPECTRAL
-from tfkfac.loss.recognition import (
-    CROSS_ENTROPIES,
-    LOCATION,
-    NORMAL,
-    POISSON,
-)
-from tfkfac.loss.shares import weighted
-from tfkfac.loss.targets import label_count
 from tfkfac.saving.slots import Slots
 from tfkfac.shell.rest import LENGTH
 from tfkfac.shell.small_rates import RATE
-from tfkfac.training.step import Gradients, Step
 
 # Root mean square of a direction D; Muon has the same at learning rate 1.
 RMS = 0.2
@@ -101,87 +81,6 @@ _CERTAIN = 1e-5
 _MIN_RATIO = 1e-3
 # steps: compute `D^T F D` in each of the first 100, then in every 10th
 _EARLY, _INTERVAL = 100, 10
-# Fraction of the batch of a step from which `D^T F D` is computed.
-_BATCH_FRACTION = 0.25
-
-
-class Batch(NamedTuple):
-    """Inputs of the step-length formula, created outside of any `tf.cond`."""
-
-    labels: tf.Tensor
-    """Number of labels of a term, weighted by the share of this replica."""
-    curvature: Callable[[Gradients], tf.Tensor]
-    """Returns `D^T F D` of a direction in the unit u; 0 if it is unknown."""
-    power: float | None
-    """Exponent of sigma in the module docstring; None for sigma = 1."""
-    vanishes: bool
-    """True if Keras computes the loss, of cross-entropies without penalties."""
-
-    @classmethod
-    def of(
-        cls, step: Step, advise: Callable[[str, str], None], micro_batches: int
-    ) -> "Batch":
-        """Create the inputs of the formula from the batch of a step.
-
-        Args:
-            step: The step.
-            advise: Function of a warning and its key. It issues the first
-                warning of each key.
-            micro_batches: Number of micro-batches of a step. F uses the
-                fraction `min(1, micro_batches / 4)` of the last one.
-        """
-        fraction = min(micro_batches * _BATCH_FRACTION, 1.0)
-        job, loss = step.job, step.loss
-        replicas = job.topology.replicas
-        labels = weighted(label_count(loss.losses) / replicas, loss.share)
-        total: Sum = tf.identity
-        if step.group.size > 1:
-            total = step.group.differentiable_sum
-        calls = ForwardTap.open(job.model).pop_items()
-
-        def curvature(directions: Gradients) -> tf.Tensor:
-            form = tf.zeros([], tf.float64)
-            try:
-                if step.batch.arguments:
-                    inputs = LossInputs.of(job.model, step.batch, loss, calls)
-                    if takes_any_batch(job.model, inputs.call):
-                        subsample = Subsample(fraction, job.clock)
-                        inputs = inputs.select(
-                            lambda size: Examples(size, subsample)
-                        )
-                    form = directional_curvature(
-                        job.model,
-                        inputs,
-                        step.variables,
-                        [directions],
-                        loss.unit,
-                        total,
-                        replicas,
-                    )[0, 0]
-            except Exception as error:  # the model may not allow a second call
-                advise(
-                    f"Optimizer '{job.name}' cannot compute the curvature of "
-                    f"the loss of model '{job.model.name}' along its steps, "
-                    "and estimates their length by the factors alone, which "
-                    "may be a few times too long or too short: see the length "
-                    "of spectral steps in the documentation. "
-                    f"The reason: {str(error).removesuffix(ADVICE)}",
-                    "no curvature",  # one warning, also for other reasons
-                )
-            # All replicas run this all-reduce, also where the result is 0.
-            (form,) = step.group.all_reduce([form])
-            return form
-
-        power = None
-        names = {terms.likelihood.name for terms in loss.losses}
-        if names and names <= {NORMAL, POISSON, LOCATION}:
-            power = 1.0 if LOCATION in names else 0.5
-        # The property adds regularizers to a graph, where nothing uses them.
-        vanishes = bool(names) and names <= {*CROSS_ENTROPIES}
-        vanishes &= not job.model.losses
-        vanishes &= type(job.model).compute_loss is keras.Model.compute_loss
-        vanishes &= type(job.model).train_step is keras.Model.train_step
-        return cls(labels, curvature, power, vanishes)
 
 
 class SpectralLength(Slots):

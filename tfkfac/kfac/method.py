@@ -26,11 +26,9 @@ from tfkfac.kfac.active import (
     active_groups,
     batch_statistics,
     observed,
-    scale_outputs,
     with_rows,
 )
 from tfkfac.kfac.averages import CACHED_ELEMENTS, MAX_ELEMENTS
-from tfkfac.kfac.length import Batch
 from tfkfac.kfac.natural import Natural, count_invalid
 from tfkfac.kfac.placement import (
     FACTORS,
@@ -39,7 +37,7 @@ from tfkfac.kfac.placement import (
     find_due_groups,
     steps_between,
 )
-from tfkfac.kfac.scales import Moments
+from tfkfac.kfac.scales import Batch
 from tfkfac.kfac.settings import AUTO, Distribution, KFACSettings
 from tfkfac.kfac.spectral import Spectral
 from tfkfac.kfac.state import Pending, State
@@ -104,34 +102,44 @@ class KFACMethod(Method):
         by_rows = by_rows and not in_xla()
         if by_rows and self._rule.takes_rows(step.group.size):
             layers = with_rows(layers, state, step, self._rule.has_product)
-        likelihoods = recognized(step.loss.losses)
+        self._describe_losses(step)
+        statistics = self.statistics(layers, step)
+        micro_batches = self.settings.gradient_accumulation_steps or 1
+        batch = self._rule.read(
+            step, layers, state, self._advise, micro_batches
+        )
+        if state.pending is None:
+            self.update(layers, step, statistics, batch)
+        else:
+            self.accumulate(layers, step, state.pending, statistics, batch)
+
+    def _describe_losses(self, step: Step) -> None:
+        """Record the likelihoods for the summary; warn of unknown losses."""
+        job, likelihoods = self.job, recognized(step.loss.losses)
+        model = job.model.name
         self._loss_lines = [
             f"Loss '{loss}' is taken for: {name or 'no likelihood'}"
             for loss, name in likelihoods
         ]
         for loss, name in likelihoods:
             if name is None:
-                self._advise(report.unknown_loss_warning(self.job, loss))
-        if not self.job.terms_of(step.batch):
+                self._advise(
+                    f"Loss '{loss}' of model '{model}' is a multiple of no "
+                    f"known likelihood. Optimizer '{job.name}' uses its value "
+                    "as the negative log-likelihood of a term, and the "
+                    "empirical Fisher matrix. Declare its distribution and "
+                    "unit with `tfkfac.register_distribution`."
+                )
+        if not job.terms_of(step.batch):
             is_passed = step.batch.value is not None
             rule = Natural if is_passed else self._rule
             self._advise(
-                report.unseen_loss_warning(self.job, rule.without_loss)
-            )
-        statistics = self.statistics(layers, step)
-        batch = self._rule.read(
-            step, self._advise, self.settings.gradient_accumulation_steps or 1
-        )
-        moments = self._rule.moments(step, layers)
-        averages = state.length and state.length.scale_sums
-        if averages is not None and moments and moments.restarts(averages):
-            losses = step.loss.losses
-            self._advise(report.other_labels_warning(self.job, losses))
-        if state.pending is None:
-            self.update(layers, step, statistics, batch, moments)
-        else:
-            self.accumulate(
-                layers, step, state.pending, statistics, batch, moments
+                f"Optimizer '{job.name}' did not observe the loss of model "
+                f"'{model}' and assumes a mean over the examples, the leading "
+                f"dimension of each layer's input. {rule.without_loss} Compute "
+                "the loss with `model.compute_loss`, or pass the number of "
+                "terms of the mean, 1 for a sum, to "
+                "`optimizer.attach(model, loss_terms=...)`."
             )
 
     def update(
@@ -140,21 +148,13 @@ class KFACMethod(Method):
         step: Step,
         statistics: Callable[[], Statistics],
         batch: Batch | None,
-        moments: Moments | None,
     ) -> None:
         """Update the weights from local gradients, which are reduced here."""
         state, rule = self._state, self._rule
         damping = self.settings.damping.at(self.job.clock)
         # Reduce: all-reduce the gradients and the requests for new inverses.
-        requested, sums, totals = self.reduce(step, batch, moments)
-        if moments is not None and totals is not None:
-            assert state.length is not None
-            # Units: use the spread of the labels and the mean weight.
-            factor, deviations, step.output_changes = moments.update(
-                state.length.scale_sums, totals
-            )
-            step.multiply_unit(factor)
-            layers = scale_outputs(layers, moments.layers, deviations)
+        requested, sums = self.reduce(step, batch)
+        layers = rule.rescale(layers, step, state, batch, sums)
         step.check_finite()
         # Factors: all-reduce the statistics, update the running averages.
         self.update_factors(layers, step, statistics)
@@ -224,29 +224,28 @@ class KFACMethod(Method):
         )
 
     def reduce(
-        self, step: Step, batch: Batch | None, moments: Moments | None
-    ) -> tuple[tf.Tensor, list[tf.Tensor], tf.Tensor | None]:
+        self, step: Step, batch: Batch | None
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """All-reduce gradients and requests for inverse updates together.
 
         A gradient worker cannot compute the inverse of another worker's block.
         So a block that one worker requests is recomputed by its owner.
 
         Returns:
-            A bool for each block, True if its inverse is requested, the sums
-            of the scalars of the step rule, and those of the moments.
+            A bool for each block, True if its inverse is requested, and the
+            sums of the scalars of the step rule and of the moments.
         """
         requested = tf.equal(self._state.counters.decomposed, 0)
         gradient = next((g for g in step.gradients if g is not None), None)
         dtype = tf.float32 if gradient is None else gradient.dtype
         scalars = self._rule.scalars(step, batch)
         extra = [tf.cast(value, dtype) for value in (requested, *scalars)]
-        if moments is not None:
-            extra.append(moments.values)
+        if batch is not None and batch.moments is not None:
+            extra.append(batch.moments.values)
         request_counts, *sums = step.reduce(*extra)
-        totals = None if moments is None else sums.pop()
         if self.placement.plan.shares_clocks:
             requested = request_counts > 0
-        return requested, [tf.cast(x, tf.float64) for x in sums], totals
+        return requested, sums
 
     def accumulate(
         self,
@@ -255,30 +254,23 @@ class KFACMethod(Method):
         pending: Pending,
         statistics: Callable[[], Statistics],
         batch: Batch | None,
-        moments: Moments | None,
     ) -> None:
         """Add a micro-batch; update the weights after the last one."""
         step.keep_finite(tf.convert_to_tensor(pending.loss))
         step.weigh()
         pending.add(step)
-        if moments is not None:
-            moments = moments.accumulated(pending.moments)
+        if batch is not None:
+            batch = batch.accumulated(pending.moments)
         scheduled, initial = self.factors_due(layers, step)
-        tf.cond(
-            scheduled | initial,
-            lambda: pending.add_statistics(statistics()),
-            lambda: tf.constant(0),
-        )
+        when(scheduled | initial, lambda: pending.add_statistics(statistics()))
 
-        def complete() -> tf.Tensor:
+        def complete() -> None:
             merged = pending.merged(step)
-            self.update(layers, merged, pending.statistics, batch, moments)
+            self.update(layers, merged, pending.statistics, batch)
             pending.reset()
-            return tf.constant(0)
 
         num_micro_batches = self.settings.gradient_accumulation_steps
-        is_last = tf.equal(pending.count, num_micro_batches)
-        tf.cond(is_last, complete, lambda: tf.constant(0))
+        when(tf.equal(pending.count, num_micro_batches), complete)
 
     def factors_due(
         self, layers: Sequence[ActiveBlock], step: Step

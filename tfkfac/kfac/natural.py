@@ -23,11 +23,10 @@ from tfkfac.kfac.length import (
     LOW_FACTOR,
     LOW_SCALED_FACTOR,
     MIN_CLIPPED,
-    Batch,
     StepReport,
 )
 from tfkfac.kfac.placement import Exchange, Placement
-from tfkfac.kfac.scales import Moments
+from tfkfac.kfac.scales import Batch
 from tfkfac.kfac.settings import KFACSettings
 from tfkfac.kfac.state import Counters, State
 from tfkfac.training.guards import count_each
@@ -86,20 +85,43 @@ class Natural:
 
     # ------------------------------------------------------------ the step
     def read(
-        self, step: Step, advise: Callable[[str, str], None], micro_batches: int
+        self,
+        step: Step,
+        layers: Sequence[ActiveBlock],
+        state: State,
+        advise: Callable[..., None],
+        micro_batches: int,
     ) -> Batch | None:
-        """Return the batch values that `gradients` needs; None by default."""
-        return None
+        """Return the batch values that the step needs; None by default.
 
-    def moments(
-        self, step: Step, layers: Sequence[ActiveBlock]
-    ) -> Moments | None:
-        """Return the sums from which the unit of the loss follows, or None."""
+        Args:
+            step: The step.
+            layers: The active blocks.
+            state: State of this replica.
+            advise: Function of a warning and its key. It issues the first
+                warning of each key; by default, the key is the text.
+            micro_batches: Number of micro-batches of a step.
+        """
         return None
 
     def scalars(self, step: Step, batch: Batch | None) -> list[tf.Tensor]:
-        """Return scalars to sum over the workers; `gradients` gets the sums."""
+        """Return scalars to sum over the workers."""
         return []
+
+    def rescale(
+        self,
+        layers: Sequence[ActiveBlock],
+        step: Step,
+        state: State,
+        batch: Batch | None,
+        sums: Sequence[tf.Tensor],
+    ) -> Sequence[ActiveBlock]:
+        """Change the unit of the loss and the scales of layers.
+
+        `sums` are the sums of `scalars` and of `batch.moments` over the
+        workers.
+        """
+        return layers
 
     def takes_rows(self, workers: int) -> bool:
         """True if gradients may be kept as rows with this number of workers."""
@@ -144,9 +166,7 @@ class Natural:
         dense = [group for group in groups if not group.has_rows]
         plain = [matrices_of(group, step) for group in dense]
         local = [
-            [group.precondition(W).matrix]
-            if group.state.decomposition is not None
-            else None
+            [group.precondition(W).matrix] if group.state.is_stored else None
             for group, W in zip(dense, plain, strict=True)
         ]
         positions = [group.positions for group in dense]
@@ -165,10 +185,7 @@ class Natural:
         batch: Batch | None,
         sums: Sequence[tf.Tensor],
     ) -> Gradients:
-        """Return the gradients for the inner optimizer.
-
-        `sums` are the sums of `scalars` over the workers.
-        """
+        """Return the gradients for the inner optimizer; `sums`: `rescale`."""
         optimizer, report = step.job.inner_optimizer, state.report
         gradients, rate = step.gradients, optimizer.learning_rate
         if directions:
@@ -228,14 +245,13 @@ def hint_at_clip(
 ) -> None:
     """Print the likely cause if the clip shortens most of the first steps."""
     head = "kl_clip has left less than {:.0%} of most of the first {} steps. "
-    names = [step.job.name]
-    path, is_far = far_inputs(layers)
-    message = (
-        f"{head.format(LOW_SCALED_FACTOR, HINT_STEP)}The inputs of layer "
-        f"'{path}' are far from unit scale: normalise the inputs of the model, "
-        'or try KFAC(fisher="monte_carlo").'
+    is_far = hint_at_inputs(
+        layers,
+        step,
+        report,
+        head.format(LOW_SCALED_FACTOR, HINT_STEP),
+        ', or try KFAC(fisher="monte_carlo")',
     )
-    count_each(is_far, report.hints, names, message)
     loss = tf.math.divide_no_nan(step.weighted_loss(), step.loss.unit)
     is_low = step.group.size * loss < _HIGH_LOSS
     hint = f", KFAC(kl_clip={limit / 4:g})," if isinstance(limit, float) else ""
@@ -244,11 +260,20 @@ def hint_at_clip(
         "larger damping; see `optimizer.last_step`."
     )
     is_limited = (report.clipped >= MIN_CLIPPED) & is_low & ~is_far
-    count_each(is_limited, report.hints, names, message)
+    count_each(is_limited, report.hints, [step.job.name], message)
 
 
-def far_inputs(layers: Sequence[ActiveBlock]) -> tuple[str, tf.Tensor]:
-    """Return the path of the first layer, and True if its inputs are large."""
+def hint_at_inputs(
+    layers: Sequence[ActiveBlock],
+    step: Step,
+    report: StepReport,
+    head: str = "",
+    advice: str = "",
+) -> tf.Tensor:
+    """Print a hint if the inputs of the first layer are large; return if so.
+
+    They allow only short steps in all layers.
+    """
     # `order` is largest for the first layer, where the backward pass ends.
     first = max(layers, key=lambda layer: max(r.order for r in layer.records))
     inputs, block = first.records[-1].inputs, first.block
@@ -258,7 +283,14 @@ def far_inputs(layers: Sequence[ActiveBlock]) -> tuple[str, tf.Tensor]:
     if has_scale and isinstance(inputs, tf.Tensor) and inputs.dtype.is_floating:
         squares = tf.square(tf.cast(inputs, tf.float32))
         is_far = tf.sqrt(tf.reduce_mean(squares)) > _MAX_INPUT_RMS
-    return block.path, is_far
+    message = (
+        f"{head}the inputs of layer '{block.path}' are far from unit scale, "
+        "which makes steps short: normalise the inputs of the model, for "
+        "example by `keras.layers.Normalization` or `keras.layers.Rescaling`"
+        f"{advice}."
+    )
+    count_each(is_far, report.hints, [step.job.name], message)
+    return is_far
 
 
 def clip_step(

@@ -42,6 +42,7 @@ from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.solvers import Solver
 
 T = TypeVar("T")
+Bucket = Sequence[tuple[Part, Statistic]]  # factor types, sums of a batch
 Numbers = np.ndarray  # one number per worker
 # Scaled sums stay below this bound, within float16 (largest number 65504).
 _MAX_SUM = 2.0**15
@@ -177,6 +178,7 @@ class Exchange:
         """
         if not self.plan.reduces_factors:
             return {i: dict(by_name) for i, by_name in statistics.items()}
+        # The layer, the name and the type of each factor, and its statistics.
         rows = [
             (i, name, self.blocks[i].factors[name].storage, statistic)
             for i in sorted(statistics, reverse=True)
@@ -193,39 +195,36 @@ class Exchange:
         reduce = self._reduce_half if is_half else self._reduce
         reduced: dict[int, dict[str, Statistic]] = {}
         remaining = iter(rows)
-        for bucket in split_buckets(message_specs):
-            bucket_rows = itertools.islice(remaining, len(bucket))
-            layers, names, specs, local = zip(*bucket_rows, strict=True)
+        for message in split_buckets(message_specs):
+            bucket = list(itertools.islice(remaining, len(message)))
+            layers = [i for i, *_ in bucket]
             with tf.name_scope("statistics/" + scope(layers)):
-                sums = reduce(communicator, specs, local)
-            for i, name, total in zip(layers, names, sums, strict=True):
+                sums = reduce(
+                    communicator, [(spec, x) for _, _, spec, x in bucket]
+                )
+            for (i, name, *_), total in zip(bucket, sums, strict=True):
                 reduced.setdefault(i, {})[name] = total
         return reduced
 
     def _reduce(
-        self,
-        communicator: Communicator,
-        specs: Sequence[Part],
-        local: Sequence[Statistic],
+        self, communicator: Communicator, bucket: Bucket
     ) -> list[Statistic]:
         """All-reduce the totals and counts of a bucket of statistics."""
-        sent = [
-            flatten([self.wire.pack(spec, s.total), s.count])
-            for spec, s in zip(specs, local, strict=True)
-        ]
+        received = communicator.all_reduce(
+            [
+                flatten([self.wire.pack(spec, s.total), s.count])
+                for spec, s in bucket
+            ]
+        )
         sums = []
-        received = communicator.all_reduce(sent)
-        for spec, s, flat in zip(specs, local, received, strict=True):
+        for (spec, s), flat in zip(bucket, received, strict=True):
             packed = tf.TensorSpec(self.wire.shape(spec), s.total.dtype)
             total, count = unflatten(flat, [packed, s.count])
             sums.append(Statistic(self.wire.unpack(spec, total), count))
         return sums
 
     def _reduce_half(
-        self,
-        communicator: Communicator,
-        specs: Sequence[Part],
-        local: Sequence[Statistic],
+        self, communicator: Communicator, bucket: Bucket
     ) -> list[Statistic]:
         """All-reduce totals in half precision, and counts in full precision.
 
@@ -233,22 +232,22 @@ class Exchange:
         `sum over workers of max |total| / _MAX_SUM`.
         """
         counts_and_maxima = communicator.all_reduce(
-            [s.count for s in local]
-            + [p.largest(s.total) for p, s in zip(specs, local, strict=True)]
+            [s.count for _, s in bucket]
+            + [spec.largest(s.total) for spec, s in bucket]
         )
-        counts = counts_and_maxima[: len(local)]
-        scales = [x / _MAX_SUM for x in counts_and_maxima[len(local) :]]
+        counts = counts_and_maxima[: len(bucket)]
+        scales = [x / _MAX_SUM for x in counts_and_maxima[len(bucket) :]]
         sums = communicator.all_reduce(
             [
                 self.wire.pack(spec, tf.math.divide_no_nan(s.total, scale))
-                for spec, s, scale in zip(specs, local, scales, strict=True)
+                for (spec, s), scale in zip(bucket, scales, strict=True)
             ],
             self.wire.factor_dtype,
         )
         return [
             Statistic(self.wire.unpack(spec, sum_) * scale, count)
-            for spec, sum_, scale, count in zip(
-                specs, sums, scales, counts, strict=True
+            for (spec, _), sum_, scale, count in zip(
+                bucket, sums, scales, counts, strict=True
             )
         ]
 

@@ -8,7 +8,6 @@ from tfkfac.capture.walk import SKIPPED
 from tfkfac.compat.models import last_layers
 from tfkfac.kfac.natural import Natural
 from tfkfac.kfac.placement import Placement
-from tfkfac.loss.terms import LossTerms
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.training.job import Job
 
@@ -70,38 +69,6 @@ def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
         "others alone: "
         f"{', '.join(named)}. See `optimizer.summary()`; support custom layers "
         "with `tfkfac.register_block`."
-    )
-
-
-def unseen_loss_warning(job: Job, note: str) -> str:
-    """Warning about a loss that was not observed and is used as a mean."""
-    return (
-        f"Optimizer '{job.name}' did not observe the loss of model "
-        f"'{job.model.name}' and assumes a mean over the examples, the leading "
-        f"dimension of each layer's input. {note} Compute the loss with "
-        "`model.compute_loss`, or pass the number of terms of the mean, 1 for "
-        "a sum, to `optimizer.attach(model, loss_terms=...)`."
-    )
-
-
-def unknown_loss_warning(job: Job, loss: str) -> str:
-    """Warning about a loss that is a multiple of no likelihood."""
-    return (
-        f"Loss '{loss}' of model '{job.model.name}' is a multiple of no known "
-        f"likelihood. Optimizer '{job.name}' uses its value as the negative "
-        "log-likelihood of a term, and the empirical Fisher matrix. Declare "
-        "its distribution and unit with `tfkfac.register_distribution`."
-    )
-
-
-def other_labels_warning(job: Job, losses: Sequence[LossTerms]) -> str:
-    """Warning that averages over labels and weights start again."""
-    calls = [terms.call for terms in losses if terms.call is not None]
-    labels = [(call.loss.name, tuple(call.y_true.shape)) for call in calls]
-    return (
-        "The losses and the sizes of their labels should not change during a "
-        f"training: optimizer '{job.name}' restarts its averages over labels "
-        f"and weights. Received: losses with labels of shapes {labels}"
     )
 
 

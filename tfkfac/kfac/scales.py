@@ -1,5 +1,7 @@
 """Units of the training data: spread of the labels, weights of the examples.
 
+Also the other values that a spectral step reads from its batch, `Batch`.
+
 Squared errors are the negative log-likelihood of a normal distribution whose
 variance is not known; location losses are similar. In the unit
 
@@ -17,19 +19,36 @@ values of its batch.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfkfac.compat.graphs import before_relu
+from tfkfac.blocks.statistics import Examples, Subsample
+from tfkfac.capture.model_taps import ForwardTap
+from tfkfac.compat.graphs import Sum, before_relu
+from tfkfac.curvature.directional import (
+    LossInputs,
+    directional_curvature,
+    takes_any_batch,
+)
+from tfkfac.curvature.hessian import ADVICE
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.linalg.tensors import all_finite, select
-from tfkfac.loss.shares import LossMeasure
+from tfkfac.loss.recognition import (
+    CROSS_ENTROPIES,
+    LOCATION,
+    NORMAL,
+    POISSON,
+)
+from tfkfac.loss.shares import LossMeasure, weighted
+from tfkfac.loss.targets import label_count
 from tfkfac.loss.terms import LossTerms, has_free_scale, needs_recognition
-from tfkfac.training.step import Changes
+from tfkfac.training.step import Changes, Gradients, Step
 
+# Fraction of the batch of a step from which `D^T F D` is computed.
+_BATCH_FRACTION = 0.25
 _LABEL_DECAY, _WEIGHT_DECAY = 0.99, 0.999
 # Layers that `OutputFit` changes: the last axis of the kernel is the outputs.
 _LAST_LAYERS = (
@@ -42,6 +61,102 @@ _MIN_ROWS = 7.5  # rows of labels before a fit of outputs
 _FAR = 4.0  # mean square error over `s_y^2` above which the outputs are fitted
 # Variance over mean square below which labels are constant: float32 rounding.
 _CONSTANT = 1e-13
+
+
+class Batch(NamedTuple):
+    """Values of a batch for a spectral step, created outside of any `tf.cond`.
+
+    See `length.py` for the symbols.
+    """
+
+    labels: tf.Tensor
+    """Number of labels of a term, weighted by the share of this replica."""
+    curvature: Callable[[Gradients], tf.Tensor]
+    """Returns `D^T F D` of a direction in the unit u; 0 if it is unknown."""
+    power: float | None
+    """Exponent of sigma; None for sigma = 1."""
+    vanishes: bool
+    """True if Keras computes the loss, of cross-entropies without penalties."""
+    moments: "Moments | None"
+    """Sums from which the unit of the loss follows; None for a constant."""
+
+    @classmethod
+    def of(
+        cls,
+        step: Step,
+        moments: "Moments | None",
+        advise: Callable[[str, str], None],
+        micro_batches: int,
+    ) -> "Batch":
+        """Read the values from the batch of a step.
+
+        Args:
+            step: The step.
+            moments: See above.
+            advise: Function of a warning and its key. It issues the first
+                warning of each key.
+            micro_batches: Number of micro-batches of a step. F uses the
+                fraction `min(1, micro_batches / 4)` of the last one.
+        """
+        fraction = min(micro_batches * _BATCH_FRACTION, 1.0)
+        job, loss = step.job, step.loss
+        replicas = job.topology.replicas
+        labels = weighted(label_count(loss.losses) / replicas, loss.share)
+        total: Sum = tf.identity
+        if step.group.size > 1:
+            total = step.group.differentiable_sum
+        calls = ForwardTap.open(job.model).pop_items()
+
+        def curvature(directions: Gradients) -> tf.Tensor:
+            form = tf.zeros([], tf.float64)
+            try:
+                if step.batch.arguments:
+                    inputs = LossInputs.of(job.model, step.batch, loss, calls)
+                    if takes_any_batch(job.model, inputs.call):
+                        subsample = Subsample(fraction, job.clock)
+                        inputs = inputs.select(
+                            lambda size: Examples(size, subsample)
+                        )
+                    form = directional_curvature(
+                        job.model,
+                        inputs,
+                        step.variables,
+                        [directions],
+                        loss.unit,
+                        total,
+                        replicas,
+                    )[0, 0]
+            except Exception as error:  # the model may not allow a second call
+                advise(
+                    f"Optimizer '{job.name}' cannot compute the curvature of "
+                    f"the loss of model '{job.model.name}' along its steps, "
+                    "and estimates their length by the factors alone, which "
+                    "may be a few times too long or too short: see the length "
+                    "of spectral steps in the documentation. "
+                    f"The reason: {str(error).removesuffix(ADVICE)}",
+                    "no curvature",  # one warning, also for other reasons
+                )
+            # All replicas run this all-reduce, also where the result is 0.
+            (form,) = step.group.all_reduce([form])
+            return form
+
+        power = None
+        names = {terms.likelihood.name for terms in loss.losses}
+        if names and names <= {NORMAL, POISSON, LOCATION}:
+            power = 1.0 if LOCATION in names else 0.5
+        # The property adds regularizers to a graph, where nothing uses them.
+        vanishes = bool(names) and names <= {*CROSS_ENTROPIES}
+        vanishes &= not job.model.losses
+        vanishes &= type(job.model).compute_loss is keras.Model.compute_loss
+        vanishes &= type(job.model).train_step is keras.Model.train_step
+        return cls(labels, curvature, power, vanishes, moments)
+
+    def accumulated(self, sums: tf.Variable) -> "Batch":
+        """Add the moments to those of earlier micro-batches; use the total."""
+        moments = self.moments
+        if moments is None:
+            return self
+        return self._replace(moments=moments.accumulated(sums))
 
 
 class Moments:
@@ -267,12 +382,10 @@ def _label_sums(terms: LossTerms) -> tf.Tensor | None:
     columns = (y.shape[-1] if y.shape.rank > 1 else 1) or 1
     w = _label_weights(terms, y, columns)
     y = tf.reshape(tf.cast(y, tf.float64), [-1, columns])
-    weighted = tf.math.multiply_no_nan(y, w)
-    squares = tf.reduce_sum(tf.math.multiply_no_nan(y, weighted))
+    wy = tf.math.multiply_no_nan(y, w)
+    squares = tf.reduce_sum(tf.math.multiply_no_nan(y, wy))
     first = tf.stack([tf.reduce_sum(w * w) / columns, squares])
-    return tf.concat(
-        [first, tf.reduce_sum(w, 0), tf.reduce_sum(weighted, 0)], 0
-    )
+    return tf.concat([first, tf.reduce_sum(w, 0), tf.reduce_sum(wy, 0)], 0)
 
 
 def _label_weights(

@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
@@ -33,23 +32,28 @@ from tfkfac.blocks.registry import Registry
 from tfkfac.compat.functions import shared_call, when
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.factors import Limit
-from tfkfac.kfac.active import ActiveBlock, ActiveGroup, output_layer
+from tfkfac.kfac.active import (
+    ActiveBlock,
+    ActiveGroup,
+    output_layer,
+    scale_outputs,
+)
 from tfkfac.kfac.averages import (
     MAX_ELEMENTS,
-    Momentum,
     PlainMatrix,
     chunks,
+    extents_shape,
     per_row,
     plain_matrices,
 )
-from tfkfac.kfac.length import HINT_STEP, RMS, WARMUP, Batch, StepReport
+from tfkfac.kfac.length import HINT_STEP, RMS, WARMUP
 from tfkfac.kfac.natural import (
     TABLES,
     Natural,
     Preconditioned,
     apply_cheaper,
     decayed,
-    far_inputs,
+    hint_at_inputs,
     joined_stacks,
     matrices_of,
     replace_gradients,
@@ -57,7 +61,7 @@ from tfkfac.kfac.natural import (
     total_of,
 )
 from tfkfac.kfac.placement import Exchange, Placement
-from tfkfac.kfac.scales import Moments
+from tfkfac.kfac.scales import Batch, Moments
 from tfkfac.kfac.state import State
 from tfkfac.linalg.polar import polar_factors
 from tfkfac.linalg.tensors import (
@@ -67,7 +71,6 @@ from tfkfac.linalg.tensors import (
     select,
 )
 from tfkfac.saving.slots import planned
-from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
 
 # Default of the momentum mu; other values were not compared.
@@ -120,24 +123,55 @@ class Spectral(Natural):
 
     @override
     def read(
-        self, step: Step, advise: Callable[[str, str], None], micro_batches: int
+        self,
+        step: Step,
+        layers: Sequence[ActiveBlock],
+        state: State,
+        advise: Callable[..., None],
+        micro_batches: int,
     ) -> Batch:
-        return Batch.of(step, advise, micro_batches)
-
-    @override
-    def moments(
-        self, step: Step, layers: Sequence[ActiveBlock]
-    ) -> Moments | None:
+        assert state.length is not None
         losses = step.loss.losses
         last_layers = [output_layer(layers, terms) for terms in losses]
         is_early = step.job.clock < WARMUP
         moments = Moments(step.loss, last_layers, is_early)
-        return moments if moments.values.shape[0] else None
+        has_moments = bool(moments.values.shape[0])
+        if has_moments and moments.restarts(state.length.scale_sums):
+            calls = [terms.call for terms in losses if terms.call is not None]
+            labels = [(c.loss.name, tuple(c.y_true.shape)) for c in calls]
+            advise(
+                "The losses and the sizes of their labels should not change "
+                f"during a training: optimizer '{step.job.name}' restarts its "
+                "averages over labels and weights. Received: losses with "
+                f"labels of shapes {labels}"
+            )
+        return Batch.of(
+            step, moments if has_moments else None, advise, micro_batches
+        )
 
     @override
     def scalars(self, step: Step, batch: Batch | None) -> list[tf.Tensor]:
         assert batch is not None
         return [step.weighted_excess(), batch.labels]
+
+    @override
+    def rescale(
+        self,
+        layers: Sequence[ActiveBlock],
+        step: Step,
+        state: State,
+        batch: Batch | None,
+        sums: Sequence[tf.Tensor],
+    ) -> Sequence[ActiveBlock]:
+        assert batch is not None and state.length is not None
+        if batch.moments is None:
+            return layers
+        # Use the spread of the labels and the mean weight.
+        factor, deviations, step.output_changes = batch.moments.update(
+            state.length.scale_sums, sums[-1]
+        )
+        step.multiply_unit(factor)
+        return scale_outputs(layers, batch.moments.layers, deviations)
 
     @override
     def takes_rows(self, workers: int) -> bool:
@@ -205,7 +239,7 @@ class Spectral(Natural):
                 form = measure(replace_gradients(directions, factor, plain))
                 return form if unit_factor is None else form / unit_factor
 
-            excess, labels = sums
+            excess, labels, *_ = (tf.cast(x, tf.float64) for x in sums)
             factor = state.length.rate(
                 square,
                 tf.math.divide_no_nan(excess, step.loss.unit),
@@ -240,16 +274,16 @@ class Spectral(Natural):
     @override
     def bytes(self, placement: Placement, rank: int) -> dict[str, int]:
         with planned():
-            momenta = [
-                Momentum({i: block}, "")
-                for i, block in enumerate(placement.blocks)
-                if placement.plan.preconditions(rank, i)
-            ]
-            plain = [
-                PlainMatrix(path, variable)
+            total = sum(
+                PlainMatrix(path, variable).bytes
                 for path, variable in self.plain_matrices(placement.registry)
-            ]
-        return {"momenta": sum(slots.bytes for slots in (*momenta, *plain))}
+            )
+        for i, block in enumerate(placement.blocks):
+            if placement.plan.preconditions(rank, i):
+                shape = block.gradient_shape
+                elements = math.prod(shape) + math.prod(extents_shape(shape))
+                total += elements * block.dtype.size
+        return {"momenta": total}
 
 
 def fit_outputs(gradients: Gradients, step: Step, state: State) -> Gradients:
@@ -264,8 +298,7 @@ def fit_outputs(gradients: Gradients, step: Step, state: State) -> Gradients:
         assert state.length is not None
         state.length.steps.assign(0)
         for preconditioner in state.preconditioners:
-            if preconditioner.momentum is not None:
-                preconditioner.momentum.reset()
+            preconditioner.reset_momenta()
         for matrix in state.plain:
             matrix.reset()
         replaced = []
@@ -302,38 +335,26 @@ def orthogonalize(
     by_gradient = apply_cheaper(
         lambda group, W: (group.precondition(W),), by_rows, rows
     )
-    whitened = [
-        *(X.matrix for (X,) in by_gradient),
-        *(
-            group.precondition(W).matrix
-            if group.state.momentum is not None
-            else None
-            for group, W in zip(dense, matrices, strict=True)
-        ),
+    whitened: list[tf.Tensor | None] = [X.matrix for (X,) in by_gradient]
+    whitened += [
+        group.precondition(W).matrix if group.state.is_stored else None
+        for group, W in zip(dense, matrices, strict=True)
     ]
-    nesterov, sizes = [], []
-    for group, gradients, X in zip(groups, plain, whitened, strict=True):
-        if group.state.momentum is not None and X is not None:
+    nesterov, sizes = {}, {}
+    for i, (group, gradients, X) in enumerate(
+        zip(groups, plain, whitened, strict=True)
+    ):
+        if X is not None and group.state.is_stored:
             W_sizes = joined_stacks([extents(W) for W in gradients])
-            X, N_sizes = group.state.momentum.add(group.rows, X, W_sizes, mu)
-            nesterov.append(X)
-            sizes.append(N_sizes)
-    stored = [
-        (group.state.decomposition, group.rows)
-        for group in groups
-        if group.state.decomposition is not None
-    ]
-    pairs = [
-        (decomposition.apply_back(positions, Q), Q)
-        for (decomposition, positions), Q in zip(
-            stored, orthogonal_factors(nesterov), strict=True
-        )
-    ]
-    results = iter(with_sizes(pairs, sizes))
-    return plain, [
-        None if group.state.decomposition is None else next(results)
-        for group in groups
-    ]
+            nesterov[i], sizes[i] = group.state.add_gradient(
+                group.rows, X, W_sizes, mu
+            )
+    results: list[Sequence[tf.Tensor] | None] = [None] * len(groups)
+    factors = orthogonal_factors([*nesterov.values()])
+    for i, Q in zip(nesterov, factors, strict=True):
+        D = groups[i].state.apply_back(groups[i].rows, Q)
+        results[i] = with_size(D, Q, sizes[i])
+    return plain, results
 
 
 def orthogonal_factors(matrices: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -361,50 +382,26 @@ def extents(W: LayerGradient) -> tf.Tensor:
     return tf.concat([rows, columns], -1)
 
 
-def with_sizes(
-    pairs: Sequence[tuple[tf.Tensor, tf.Tensor]], sizes: Sequence[tf.Tensor]
-) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """Scale D to the RMS `RMS`, and Q likewise; return D and `|Q|^2`.
+def with_size(
+    D: tf.Tensor, Q: tf.Tensor, N_sizes: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Scale a stack D to the RMS `RMS`, and Q likewise; return D and `|Q|^2`.
 
-    D is set to zero where the extents of N are zero.
-
-    Args:
-        pairs: Stacks D and Q.
-        sizes: Extents of N, see `extents`.
+    D is set to zero where the extents of N, see `extents`, are zero.
     """
-    if not pairs:
-        return []
-    directions = []
-    for (D, _), N_sizes in zip(pairs, sizes, strict=True):
-        # Columns below the rounding error count as zero: orthogonalisation
-        # would make them long. Rows with only rounding errors (a bias before a
-        # normalisation) are kept: A mixes other rows of the gradient into them.
-        rows, columns = tf.split(N_sizes, D.shape[-2:], -1)
-        largest = tf.reduce_max(columns, -1, keepdims=True)
-        is_used = columns > rounding(columns.dtype) * largest
-        used = tf.expand_dims(rows > 0, -1) & tf.expand_dims(is_used, -2)
-        directions.append(D * tf.cast(used, D.dtype))
-    counts = [D.shape[0] for D in directions]
-    dtype = max((D.dtype for D in directions), key=lambda dtype: dtype.size)
-
-    def norms(stacks: Sequence[tf.Tensor]) -> tf.Tensor:
-        halves = [tf.cast(row_squares(x), dtype) for x in stacks]
-        return tf.sqrt(2 * tf.concat(halves, 0))
-
-    norm = norms(directions)
-    units = np.repeat([_unit_norm(D) for D in directions], counts)
-    scale = tf.math.divide_no_nan(tf.constant(units, dtype), norm)
+    # Columns below the rounding error count as zero: orthogonalisation would
+    # make them long. Rows with only rounding errors (a bias before a
+    # normalisation) are kept: A mixes other rows of the gradient into them.
+    rows, columns = tf.split(N_sizes, D.shape[-2:], -1)
+    largest = tf.reduce_max(columns, -1, keepdims=True)
+    is_used = columns > rounding(columns.dtype) * largest
+    used = tf.expand_dims(rows > 0, -1) & tf.expand_dims(is_used, -2)
+    D *= tf.cast(used, D.dtype)
+    norm, Q_norm = (tf.sqrt(2 * row_squares(x)) for x in (D, Q))
+    scale = tf.math.divide_no_nan(tf.constant(_unit_norm(D), D.dtype), norm)
     # Add NaN for an infinite D, whose scale is 0.
-    square = tf.square(scale * norms([Q for _, Q in pairs])) + 0 * norm
-    return [
-        (D * per_row(tf.cast(factor, D.dtype), D), tf.cast(value, D.dtype))
-        for D, factor, value in zip(
-            directions,
-            tf.split(scale, counts),
-            tf.split(square, counts),
-            strict=True,
-        )
-    ]
+    square = tf.square(scale * Q_norm) + 0 * norm
+    return D * per_row(scale, D), square
 
 
 def _unit_norm(stack: tf.Tensor) -> float:
@@ -421,33 +418,22 @@ def check_directions(
 
     The fallback is W with the RMS of D, or zero if W is not finite.
     """
-    sizes = [len(group.layers) for group in groups]
-    # Split no bools: GPUs have no kernel for it.
     valid = [tf.math.is_finite(square) for _, square in pairs]
     all_valid = tf.reduce_all(tf.concat(valid, 0))
 
     def replace() -> list[tuple[tf.Tensor, tf.Tensor]]:
-        matrices = [
-            tf.concat([gradient.matrix for gradient in gradients], 0)
-            for gradients in plain
-        ]
-        sums = [row_sums(tf.square(W)) for W in matrices]
-        norms = tf.sqrt(tf.concat([tf.cast(x, tf.float64) for x in sums], 0))
-        units = np.repeat([_unit_norm(D) for D, _ in pairs], sizes)
-        scales = tf.math.divide_no_nan(units, norms)
-        scales = tf.where(tf.math.is_finite(scales), scales, 0.0)
-        unit_squares = tf.where(scales > 0, units**2, 0.0)
         results = []
-        for (D, square), W, flags, scale, unit_square in zip(
-            pairs,
-            matrices,
-            valid,
-            tf.split(scales, sizes),
-            tf.split(unit_squares, sizes),
-            strict=True,
+        for gradients, (D, square), flags in zip(
+            plain, pairs, valid, strict=True
         ):
-            factor = per_row(tf.cast(scale, W.dtype), W)
-            unit = tf.math.multiply_no_nan(W, factor)
+            W = joined_stacks([gradient.matrix for gradient in gradients])
+            norm = tf.sqrt(tf.cast(row_sums(tf.square(W)), tf.float64))
+            scale = tf.math.divide_no_nan(_unit_norm(D), norm)
+            scale = tf.where(tf.math.is_finite(scale), scale, 0.0)
+            unit = tf.math.multiply_no_nan(
+                W, per_row(tf.cast(scale, W.dtype), W)
+            )
+            unit_square = tf.where(scale > 0, _unit_norm(D) ** 2, 0.0)
             unit_square = tf.cast(unit_square, square.dtype)
             results.append(
                 (select(flags, D, unit), select(flags, square, unit_square))
@@ -487,30 +473,10 @@ def plain_directions(
         if index is not None and gradient is not None:
             dense = tf.convert_to_tensor(gradient)
             momenta[index] = matrix.add(dense, scale, momentum)
-    stacks = list(momenta.values())
-    factors = orthogonal_factors(stacks)
-    pairs = [(Q, Q) for Q in factors]
-    sizes = [extents(MatrixGradient(N)) for N in stacks]
     result: Gradients = [None] * len(step.gradients)
-    for index, (D, square) in zip(
-        momenta, with_sizes(pairs, sizes), strict=True
-    ):
+    factors = orthogonal_factors([*momenta.values()])
+    for (index, N), Q in zip(momenta.items(), factors, strict=True):
+        D, square = with_size(Q, Q, extents(MatrixGradient(N)))
         D = select(tf.math.is_finite(square), D, tf.zeros_like(D))
         result[index] = tf.reshape(D, step.variables[index].shape)
     return result
-
-
-def hint_at_inputs(
-    layers: Sequence[ActiveBlock], step: Step, report: StepReport
-) -> None:
-    """Print a hint if the inputs of the model are far from unit scale.
-
-    A first layer with large inputs allows only short steps in all layers.
-    """
-    path, is_far = far_inputs(layers)
-    message = (
-        f"the inputs of layer '{path}' are far from unit scale, which makes "
-        "steps short: normalise the inputs of the model, for example by "
-        "`keras.layers.Normalization` or `keras.layers.Rescaling`."
-    )
-    count_each(is_far, report.hints, [step.job.name], message)

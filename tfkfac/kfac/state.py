@@ -15,14 +15,13 @@ from tfkfac.factors import Tensors
 from tfkfac.fisher.types import Statistics
 from tfkfac.kfac.averages import (
     MAX_ELEMENTS,
-    Decomposition,
     FactorAverages,
     Group,
-    Momentum,
     PlainMatrix,
+    Preconditioner,
     partition,
     plain_matrices,
-    update_averages,
+    rows_finite,
 )
 from tfkfac.kfac.length import SpectralLength, StepReport
 from tfkfac.kfac.placement import Placement
@@ -44,45 +43,9 @@ FAULTS = {
 }
 
 
-S = TypeVar("S", "FactorAverages", "Preconditioner")
+S = TypeVar("S", FactorAverages, Preconditioner, "Counters")
 # Bools of blocks: their positions, and a vector.
 Flags = Sequence[tuple[Sequence[int], tf.Tensor]]
-
-
-class Preconditioner(Tracked):
-    """Decompositions and momenta of blocks with equal factors on one worker.
-
-    An attribute is None if this worker does not store it.
-    """
-
-    def __init__(
-        self,
-        members: Mapping[int, Block],
-        solver: Solver,
-        preconditions: bool,
-        inverse_dtype: tf.DType | None = None,
-        has_momentum: bool = False,
-    ) -> None:
-        super().__init__(name="preconditioner")
-        self.decomposition: Decomposition | None = None
-        self.momentum: Momentum | None = None
-        if preconditions:
-            self.decomposition = Decomposition(members, solver, inverse_dtype)
-            if has_momentum:
-                self.momentum = Momentum(members, solver.section)
-        self.place(members)
-
-    def place(self, members: Mapping[int, Block]) -> None:
-        """Set the blocks of the rows, and their positions."""
-        self.positions, self.blocks = tuple(members), tuple(members.values())
-        for group in self.groups:
-            group.place(members)
-
-    @property
-    def groups(self) -> list[Group]:
-        """The stored groups."""
-        both = (self.decomposition, self.momentum)
-        return [group for group in both if group is not None]
 
 
 class State(Tracked):
@@ -93,7 +56,7 @@ class State(Tracked):
         self.blocks: tuple[Block, ...] = ()
         self.averages: tuple[FactorAverages, ...] = ()
         self.preconditioners: tuple[Preconditioner, ...] = ()
-        self.counters = Counters(())
+        self.counters = Counters({})
         self.pending: Pending | None = None
         self.report = StepReport()
         self.length: SpectralLength | None = None
@@ -104,8 +67,7 @@ class State(Tracked):
     @property
     def groups(self) -> list[Group]:
         """All stacks of state."""
-        groups = [x for p in self.preconditioners for x in p.groups]
-        return [*self.averages, *groups]
+        return [*self.averages, *self.preconditioners]
 
     def fill(
         self,
@@ -155,19 +117,8 @@ class State(Tracked):
                 has_momenta,
             ),
         )
-        paths = tuple(block.path for block in placement.blocks)
-        if self.counters.paths != paths:
-            old, self.counters = self.counters, Counters(paths)
-            old_rows = {same_block_key(x): i for i, x in enumerate(self.blocks)}
-            keys = enumerate(map(same_block_key, placement.blocks))
-            kept = [(i, old_rows[key]) for i, key in keys if key in old_rows]
-            for variable, source in zip(
-                self.counters.variables, old.variables, strict=True
-            ):
-                numbers = variable.numpy()
-                for i, old_row in kept:
-                    numbers[i] = source.numpy()[old_row]
-                variable.assign(numbers)
+        counters = refill([self.counters], [blocks], Counters) if blocks else ()
+        self.counters = counters[0] if counters else Counters({})
         self.blocks = placement.blocks
 
     def accumulate(self, placement: Placement, rank: int, job: Job) -> None:
@@ -177,7 +128,12 @@ class State(Tracked):
             for i, block in enumerate(placement.blocks)
             if placement.plan.observes(rank, i)
         }
-        if self.pending is None or not self.pending.is_for(observed):
+        old = {} if self.pending is None else self.pending.blocks
+        old_keys, new_keys = (
+            [(i, b.path, b.factors) for i, b in blocks.items()]
+            for blocks in (old, observed)
+        )
+        if self.pending is None or old_keys != new_keys:
             self.pending = Pending(job, observed)
 
     def update_averages(
@@ -189,33 +145,49 @@ class State(Tracked):
         """
         counters = self.counters
         due_flags = tf.logical_or(due, counters.without_statistics())
-        stored = [
+        groups: list[tuple[FactorAverages | None, list[int]]] = [
             (group, [i for i in group.positions if i in statistics])
             for group in self.averages
         ]
-        places = {i for _, positions in stored for i in positions}
+        stored = {i for _, positions in groups for i in positions}
         # Other workers store the averages of other blocks.
-        others = {i: self.blocks[i] for i in statistics if i not in places}
-        groups: list[tuple[FactorAverages | None, list[int]]] = [
-            (group, positions) for group, positions in stored if positions
-        ]
+        others = {i: self.blocks[i] for i in statistics if i not in stored}
         groups += [(None, list(x)) for x in partition(others, lambda _: None)]
-        order = [i for _, positions in groups for i in positions]
-        if not order:
-            return
-        accepted, finite, valid = update_averages(
-            groups, self.blocks, statistics, decay, tf.gather(due_flags, order)
-        )
-        # The workers that store a block count its faults.
-        num_stored = len(places)
-        finite = counters.flags([(order[:num_stored], finite[:num_stored])])
+        accepted, finite, valid = [], [], []
+        for group, positions in groups:
+            if not positions:
+                continue
+            block = self.blocks[positions[0]]
+            totals, counts, traces = {}, {}, []
+            for name, spec in block.factors.items():
+                parts = [statistics[i][name] for i in positions]
+                totals[name] = tf.stack([part.total for part in parts])
+                count = tf.stack([part.count for part in parts])
+                counts[name] = tf.cast(count, block.dtype)
+                # A trace suffices: a sum of outer products has no element
+                # larger than its trace, and a row that is not finite makes the
+                # trace not finite.
+                traces.append(spec.mean_eigenvalue(totals[name]))
+            is_finite = rows_finite(traces)
+            is_accepted = tf.gather(due_flags, positions) & is_finite
+            for count in counts.values():
+                is_accepted &= count > 0
+            accepted.append((positions, is_accepted))
+            # The workers that store a block count its faults.
+            if group is not None:
+                finite.append((positions, is_finite))
+                rows = group.rows_of(positions)
+                is_valid = group.update(
+                    rows, totals, counts, is_accepted, decay
+                )
+                valid.append((positions, is_valid))
         count_each(
-            due_flags & ~finite,
+            due_flags & ~counters.flags(finite),
             counters.rejected,
             counters.paths,
             "statistics are not finite, the factors keep their values.",
         )
-        dropped = ~counters.flags([(order, valid)])
+        dropped = ~counters.flags(valid)
         count_each(
             dropped,
             counters.dropped,
@@ -223,7 +195,7 @@ class State(Tracked):
             "the factors are not finite, their averages restart.",
         )
         counters.request_decomposition(dropped)
-        updated = counters.flags([(order, accepted)], otherwise=False)
+        updated = counters.flags(accepted, otherwise=False)
         updates = tf.cast(updated, tf.int64)
         counters.observed.assign_add(updates)
         any_updated = tf.minimum(tf.reduce_sum(updates), 1)
@@ -260,20 +232,18 @@ class State(Tracked):
         counters = self.counters
         finite = []
         for group in self.preconditioners:
-            decomposition = group.decomposition
-            rows = decomposition.rows_of(parts) if decomposition else []
-            if decomposition is not None and rows:
+            rows = group.rows_of(parts) if group.is_stored else []
+            if rows:
                 positions = [group.positions[row] for row in rows]
                 stacks = {
                     name: tf.stack([parts[i][name] for i in positions])
                     for name in parts[positions[0]]
                 }
-                flags = decomposition.replace(
+                flags = group.replace(
                     rows,
                     stacks,
                     tf.gather(dampings, positions),
                     tf.gather(due, positions),
-                    group.momentum,
                 )
                 finite.append((positions, flags))
         count_each(
@@ -308,8 +278,7 @@ class State(Tracked):
                 entries.append(counters.entry("failures", i, Spread.OWNED))
         for stored in (*self.groups, self.pending, *self.plain):
             entries += [] if stored is None else stored.entries()
-        momenta = [p.momentum for p in self.preconditioners]
-        optional = self.pending, *momenta, self.length, *self.plain
+        optional = self.pending, self.length, *self.plain
         by_section: dict[str, list[Slots]] = defaultdict(list)
         by_section[placement.solver.section] = []
         for slots in optional:
@@ -319,6 +288,8 @@ class State(Tracked):
         def reset(section: str) -> None:
             if section == placement.solver.section:
                 counters.request_decomposition(True)
+                for group in self.preconditioners:
+                    group.reset_momenta()
             for slots in by_section[section]:
                 slots.reset()
 
@@ -417,9 +388,9 @@ class Counters(Slots):
         dampings: Damping of the block in that step.
     """
 
-    def __init__(self, paths: Sequence[str]) -> None:
+    def __init__(self, members: Mapping[int, Block]) -> None:
         super().__init__("counters")
-        self.paths = tuple(paths)
+        self.place(members)
         self.observed = self._counter("observed")
         self.decomposed = self._counter("decomposed")
         self.unexplained = self._counter("unexplained_gradients")
@@ -431,6 +402,11 @@ class Counters(Slots):
         self.dampings = self.slot(
             "deferred_dampings", [len(self.paths)], "float64", saved=False
         )
+
+    def place(self, members: Mapping[int, Block]) -> None:
+        """Set the blocks, by position."""
+        self.blocks = tuple(members.values())
+        self.paths = tuple(block.path for block in self.blocks)
 
     def _counter(self, name: str) -> tf.Variable:
         return self.slot(name, [len(self.paths)], saved=False)
@@ -476,13 +452,14 @@ class Pending(Accumulation):
 
     def __init__(self, job: Job, blocks: Mapping[int, Block]) -> None:
         super().__init__(job)
-        self._blocks = dict(blocks)
-        self._totals = [
-            [self._sum(b, name, spec.shape) for name, spec in b.factors.items()]
+        self.blocks = dict(blocks)
+        # The total of each factor of a block, then the counts.
+        self._sums = [
+            [
+                *(self._sum(b, k, spec.shape) for k, spec in b.factors.items()),
+                self._sum(b, "counts", [len(b.factors)]),
+            ]
             for b in blocks.values()
-        ]
-        self._counts = [
-            self._sum(b, "counts", [len(b.factors)]) for b in blocks.values()
         ]
         self.moments = self.slot(
             "moments",
@@ -496,31 +473,21 @@ class Pending(Accumulation):
         fields: Any = {"spread": Spread.PARTIAL, "is_finite": False}
         return self.slot(name, shape, block.dtype, layer=block.path, **fields)
 
-    def is_for(self, blocks: Mapping[int, Block]) -> bool:
-        """True if blocks have the positions, paths and factors of the sums."""
-        return [(i, b.path, b.factors) for i, b in blocks.items()] == [
-            (i, b.path, b.factors) for i, b in self._blocks.items()
-        ]
-
-    def add_statistics(self, statistics: Statistics) -> tf.Tensor:
+    def add_statistics(self, statistics: Statistics) -> None:
         """Add the statistics of each block in a micro-batch."""
-        items = self._blocks.items()
-        for (i, block), totals, counts in zip(
-            items, self._totals, self._counts, strict=True
-        ):
+        items = zip(self.blocks.items(), self._sums, strict=True)
+        for (i, block), (*totals, counts) in items:
             if i in statistics:
                 increments = [statistics[i][name] for name in block.factors]
                 for total, statistic in zip(totals, increments, strict=True):
                     total.assign_add(statistic.total)
                 counts.assign_add(tf.stack([s.count for s in increments]))
-        return tf.constant(0)
 
     def statistics(self) -> dict[int, dict[str, Statistic]]:
         """Return the sums of the statistics of each block so far."""
-        result, items = {}, self._blocks.items()
-        for (i, block), totals, counts in zip(
-            items, self._totals, self._counts, strict=True
-        ):
+        result = {}
+        items = zip(self.blocks.items(), self._sums, strict=True)
+        for (i, block), (*totals, counts) in items:
             row_counts = tf.unstack(tf.convert_to_tensor(counts))
             sums = map(Statistic, map(tf.convert_to_tensor, totals), row_counts)
             result[i] = dict(zip(block.factors, sums, strict=True))

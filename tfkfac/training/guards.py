@@ -7,7 +7,7 @@ type is logged to standard error.
 | not finite | effect | counter | guard |
 |---|---|---|---|
 | a gradient | skip the step on all replicas | `skipped_steps` | training/step |
-| a statistic | no update of these factors | `rejected` | kfac/averages |
+| a statistic | no update of these factors | `rejected` | kfac/state |
 | a factor | its average restarts | `dropped` | kfac/averages |
 | a decomposition | keep the last valid one | `failures` | kfac/averages |
 | a preconditioned gradient | plain gradient | `plain` | kfac/natural |
