@@ -43,7 +43,8 @@ ALL = {
 # In allocations of schedulers, as their manuals print the variables.
 IN_SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[07-09,12],cpu1"}
 IN_PBS = {"PBS_JOBID": "1843[2].pbs01", "PBS_NODEFILE": "pbs.txt"}
-IN_LSF = {"LSB_JOBID": "531", "LSB_HOSTS": "a a b"}
+IN_LSF = {"LSB_JOBID": "531", "LSB_JOBINDEX": "0"}
+NODES = "c12n03.cluster.org\nc12n03.cluster.org\nc12n04.cluster.org\n"
 
 
 def unknown(first: str, index: int) -> Cluster:
@@ -133,18 +134,35 @@ def test_train_job_of_kubeflow() -> None:
 
 
 @pytest.mark.parametrize("launcher", [OPEN_MPI, MPICH])
-def test_mpirun_in_an_allocation(launcher: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("allocation", "first"),
+    [
+        (IN_SLURM, "gpu07"),
+        (IN_PBS, "c12n03.cluster.org"),
+        (IN_LSF | {"LSB_MCPU_HOSTS": "hostA 2 hostB 4"}, "hostA"),
+        (IN_LSF | {"LSB_HOSTS": "hostB hostB hostA"}, "hostB"),
+        (IN_LSF | {"LSB_DJOB_HOSTFILE": "pbs.txt"}, "c12n03.cluster.org"),
+    ],
+)
+def test_mpirun_in_an_allocation(
+    launcher: dict[str, str],
+    allocation: dict[str, str],
+    first: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Worker 0 is on its first host, at a port of the job."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pbs.txt").write_text(NODES)
     ports = set()
-    for job in ("7", "8"):
-        cluster, _ = find_cluster(
-            launcher | IN_SLURM | {"SLURM_JOB_ID": job}, {}
-        )
+    for identity in ({}, {"PBS_JOBID": "2"}, {"PBS_JOBID": "1843[3].pbs01"}):
+        environment = launcher | allocation | identity
+        cluster, _ = find_cluster(environment, {})
         assert cluster is not None
         host, _, port = cluster.addresses[0].rpartition(":")
-        assert (host, cluster.addresses[1:]) == ("gpu07", ("", ""))
+        assert (host, cluster.addresses[1:]) == (first, ("", ""))
         ports.add(int(port))
-    assert len(ports) == 2 and 61_000 < min(ports) <= max(ports) < 2**16
+    assert len(ports) == 3 and 61_000 < min(ports) <= max(ports) < 2**16
 
 
 @pytest.mark.parametrize(
@@ -178,7 +196,7 @@ def test_mpirun_in_an_allocation(launcher: dict[str, str]) -> None:
         ({"SM_HOSTS": '["algo-1"]'}, ""),
         (BATCH | {"SLURM_NPROCS": "3", "SLURM_JOB_NUM_NODES": "3"}, ""),
         (IN_PBS | {"PBS_NP": "8", "PBS_NUM_NODES": "2", "NCPUS": "4"}, ""),
-        (IN_LSF | {"LSB_DJOB_NUMPROC": "6"}, ""),
+        (IN_LSF | {"LSB_DJOB_NUMPROC": "6", "LSB_HOSTS": "a a b"}, ""),
         # torchrun of one process in each of four tasks of srun.
         (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "PMI_SIZE": "4",
                      "PMI_RANK": "1", "PMIX_RANK": "1"}, ""),
@@ -204,7 +222,10 @@ def test_launchers_without_a_cluster(
 @pytest.mark.parametrize(
     ("environment", "given", "message"),
     [
-        (OPEN_MPI | IN_LSF, {}, "`coordinator` must be given"),
+        (OPEN_MPI | {"JSM_NAMESPACE_SIZE": "3", "LSB_HOSTS": "launch a b c"},
+         {}, "`coordinator` must be given"),
+        # On another host than the first one of an allocation of PBS.
+        (OPEN_MPI | IN_PBS, {}, "`coordinator` must be given"),
         (OPEN_MPI, {}, f"`coordinator` must be given.*`{ADDRESS}`.*_RANK=2"),
         ({}, {"coordinator": "a:1"}, "`num_processes` must be given"),
         ({}, {"num_processes": 2}, "`process_id` must be given"),

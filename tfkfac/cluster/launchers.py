@@ -11,7 +11,9 @@ To add a launcher, add a row to `LAUNCHERS`, to the cases of
 documentation.
 """
 
+import contextlib
 import dataclasses
+import pathlib
 import re
 import socket
 import zlib
@@ -72,10 +74,20 @@ def _master(environment: Environment) -> str:
 
 
 def _first_host(environment: Environment) -> str | None:
-    """Return the first host of a Slurm allocation, and a port of the job."""
-    host = first_node(environment.get("SLURM_JOB_NODELIST", ""))
-    job = environment.get("SLURM_JOB_ID", "")
-    return f"{host}:{_job_port(zlib.crc32(job.encode()))}" if host else None
+    """Return the first host of an allocation (Slurm, PBS, LSF), and a port."""
+    get = environment.get
+    if "JSM_NAMESPACE_SIZE" in environment:
+        return None  # jsrun starts no worker on the first host
+    hosts = [first_node(get("SLURM_JOB_NODELIST", ""))]
+    for name in ("LSB_MCPU_HOSTS", "LSB_HOSTS"):
+        hosts += get(name, "").split()
+    for name in ("LSB_DJOB_HOSTFILE", "PBS_NODEFILE"):
+        # PBS has the file on the first host only.
+        with contextlib.suppress(OSError):
+            hosts += pathlib.Path(get(name, "")).read_text().split()
+    job = "".join(get(name, "") for name in _ALLOCATION)
+    port = _job_port(zlib.crc32(job.encode())) if job else _PORT
+    return next((f"{host}:{port}" for host in hosts if host), None)
 
 
 def _first_node_of_step(environment: Environment) -> str | None:
@@ -100,6 +112,7 @@ def _job_port(number: int) -> int:
     return _FIRST_JOB_PORT + number % (2**16 - _FIRST_JOB_PORT)
 
 
+_ALLOCATION = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX")
 _SLURM_SIZE, _PMI_SIZE = "SLURM_STEP_NUM_TASKS", "PMI_SIZE"
 # The first active launcher is used, so the inner of two nested launchers comes
 # first: torchrun may run in a Slurm step.
@@ -112,8 +125,7 @@ LAUNCHERS = (
     Launcher("Slurm", "SLURM_PROCID", _SLURM_SIZE, _first_node_of_step,
              ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"),
              ("SLURM_JOB_ID", "SLURM_STEP_ID")),
-    Launcher("MPICH", "PMI_RANK", _PMI_SIZE, _first_host, (),
-             ("SLURM_JOB_ID",)),
+    Launcher("MPICH", "PMI_RANK", _PMI_SIZE, _first_host, (), _ALLOCATION),
     # An Indexed Job or JobSet does not provide the number of workers.
     Launcher("Kubernetes", "JOB_COMPLETION_INDEX", "", _first_pod),
 )
