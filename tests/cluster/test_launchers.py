@@ -31,6 +31,11 @@ SLURM = BATCH | {
     "SLURM_STEP_NODELIST": "gpu[07-09]",
     "SLURM_PROCID": "1",
 }
+# As SageMaker's toolkit sets them; `mpirun -x` gives all ranks the same.
+SAGEMAKER = {
+    "SM_HOSTS": '["algo-1", "algo-2", "algo-3"]',
+    "SM_CURRENT_HOST": "algo-1",
+}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "3"}
 KUBERNETES = {"JOB_COMPLETION_INDEX": "1", f"{KERAS}NUM_PROCESSES": "3"}
 POD = "train-1.workers.default.svc.cluster.local"
@@ -63,6 +68,7 @@ WHOLE = GIVEN | {"num_processes": 3}
 
 AGENT_OF_ANY_JOB = AGENT | {"TORCHELASTIC_RUN_ID": "none"}
 OPEN_MPI_12 = OPEN_MPI | {ADDRESS: "host0:1", "PMIX_NAMESPACE": "12"}
+SAGEMAKER_12 = SAGEMAKER | OPEN_MPI | {"PMIX_NAMESPACE": "12"}
 # Launchers inside of other launchers.
 TORCHRUN_IN_SLURM = SLURM | TORCHRUN | {"TORCHELASTIC_RUN_ID": "run"}
 MPICH_IN_SLURM = SLURM | {"PMI_RANK": "1", "PMI_SIZE": "6", ADDRESS: "host0:1"}
@@ -77,6 +83,10 @@ KERAS_IN_KUBERNETES = KUBERNETES | {ADDRESS: "host0", f"{KERAS}PROCESS_ID": "2"}
         # identity is equal in all jobs.
         (AGENT_OF_ANY_JOB, {}, unknown("host0:29501", 1), "torchrun", ""),
         (OPEN_MPI_12, {}, unknown("host0:1", 2), "Open MPI", "Open MPI 12"),
+        (SAGEMAKER_12, {}, unknown("algo-1:61000", 2),
+         "SageMaker (OMPI_COMM_WORLD_RANK=2", "SageMaker 12"),
+        (SAGEMAKER | {"SM_CURRENT_HOST": "algo-2"}, {},
+         unknown("algo-1:61000", 1), "SageMaker", ""),
         (SLURM, {}, unknown("gpu07:61092", 1), "Slurm (SLURM_PR", "Slurm 7.0"),
         (MPICH | {ADDRESS: "h"}, {}, unknown("h:61000", 1), "and MPICH", ""),
         (KUBERNETES, {}, unknown(f"{POD.replace('-1', '-0')}:61000", 1),
@@ -96,6 +106,7 @@ KERAS_IN_KUBERNETES = KUBERNETES | {ADDRESS: "host0", f"{KERAS}PROCESS_ID": "2"}
         (BATCH, {}, None, "Slurm without srun", ""),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, {}, None, "Slurm", ""),
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, {}, None, "Open MPI", ""),
+        (SAGEMAKER | {"SM_HOSTS": '["algo-1"]'}, {}, None, "SageMaker", ""),
         # The pods may be independent jobs.
         ({"JOB_COMPLETION_INDEX": "1"}, {}, None,
          f"without {KERAS}NUM_PROCESSES", ""),
@@ -181,8 +192,6 @@ def test_mpirun_in_an_allocation(
         ({"PMI_SIZE": "2"}, "PMI_SIZE=2"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2"),
         ({"PMIX_RANK": "1"}, "PMIX_RANK=1"),
-        # As the toolkit of SageMaker sets it.
-        ({"SM_HOSTS": '["algo-1", "algo-2"]'}, "SM_HOSTS"),
         ({"ALPS_APP_PE": "3"}, "ALPS_APP_PE=3"),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_PROCID=1"),
         # horovodrun in the shell of `srun --pty bash`.
@@ -193,7 +202,6 @@ def test_mpirun_in_an_allocation(
         ({"RANK": "0", "WORLD_SIZE": "1"}, ""),
         ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}, ""),
         ({"PMIX_RANK": "0"}, ""),
-        ({"SM_HOSTS": '["algo-1"]'}, ""),
         (BATCH | {"SLURM_NPROCS": "3", "SLURM_JOB_NUM_NODES": "3"}, ""),
         (IN_PBS | {"PBS_NP": "8", "PBS_NUM_NODES": "2", "NCPUS": "4"}, ""),
         (IN_LSF | {"LSB_DJOB_NUMPROC": "6", "LSB_HOSTS": "a a b"}, ""),
@@ -239,6 +247,8 @@ def test_launchers_without_a_cluster(
         (TORCHRUN, {"num_processes": 10**9}, "from 1 to 4096"),
         (TORCHRUN, {"coordinator": "::1"}, r"or '\[IPv6 address\]:port'"),
         (TORCHRUN, {"coordinator": 80}, "must be 'host:port'"),
+        (SAGEMAKER | {"SM_HOSTS": "algo-1"}, {}, "`SM_HOSTS` must be a JSON"),
+        (SAGEMAKER | {"SM_CURRENT_HOST": "algo"}, {}, "`SM_HOSTS` must be"),
         (TORCHRUN | {"MASTER_ADDR": "fe80::1"}, {}, "must be 'host:port'"),
         (SLURM | {"SLURM_JOB_ID": "x"}, {}, "`coordinator` must be given"),
         (ALL, {"num_processes": 4}, "be one address, or 4 different"),
