@@ -31,6 +31,11 @@ SLURM = BATCH | {
     "SLURM_STEP_NODELIST": "gpu[07-09]",
     "SLURM_PROCID": "1",
 }
+# As SageMaker's toolkit sets them; `mpirun -x` gives all ranks the same.
+SAGEMAKER = {
+    "SM_HOSTS": '["algo-1", "algo-2", "algo-3"]',
+    "SM_CURRENT_HOST": "algo-1",
+}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "3"}
 KUBERNETES = {"JOB_COMPLETION_INDEX": "1", f"{KERAS}NUM_PROCESSES": "3"}
 POD = "train-1.workers.default.svc.cluster.local"
@@ -43,7 +48,8 @@ ALL = {
 # In allocations of schedulers, as their manuals print the variables.
 IN_SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[07-09,12],cpu1"}
 IN_PBS = {"PBS_JOBID": "1843[2].pbs01", "PBS_NODEFILE": "pbs.txt"}
-IN_LSF = {"LSB_JOBID": "531", "LSB_HOSTS": "a a b"}
+IN_LSF = {"LSB_JOBID": "531", "LSB_JOBINDEX": "0"}
+NODES = "c12n03.cluster.org\nc12n03.cluster.org\nc12n04.cluster.org\n"
 
 
 def unknown(first: str, index: int) -> Cluster:
@@ -62,6 +68,7 @@ WHOLE = GIVEN | {"num_processes": 3}
 
 AGENT_OF_ANY_JOB = AGENT | {"TORCHELASTIC_RUN_ID": "none"}
 OPEN_MPI_12 = OPEN_MPI | {ADDRESS: "host0:1", "PMIX_NAMESPACE": "12"}
+SAGEMAKER_12 = SAGEMAKER | OPEN_MPI | {"PMIX_NAMESPACE": "12"}
 # Launchers inside of other launchers.
 TORCHRUN_IN_SLURM = SLURM | TORCHRUN | {"TORCHELASTIC_RUN_ID": "run"}
 MPICH_IN_SLURM = SLURM | {"PMI_RANK": "1", "PMI_SIZE": "6", ADDRESS: "host0:1"}
@@ -76,6 +83,10 @@ KERAS_IN_KUBERNETES = KUBERNETES | {ADDRESS: "host0", f"{KERAS}PROCESS_ID": "2"}
         # identity is equal in all jobs.
         (AGENT_OF_ANY_JOB, {}, unknown("host0:29501", 1), "torchrun", ""),
         (OPEN_MPI_12, {}, unknown("host0:1", 2), "Open MPI", "Open MPI 12"),
+        (SAGEMAKER_12, {}, unknown("algo-1:61000", 2),
+         "SageMaker (OMPI_COMM_WORLD_RANK=2", "SageMaker 12"),
+        (SAGEMAKER | {"SM_CURRENT_HOST": "algo-2"}, {},
+         unknown("algo-1:61000", 1), "SageMaker", ""),
         (SLURM, {}, unknown("gpu07:61092", 1), "Slurm (SLURM_PR", "Slurm 7.0"),
         (MPICH | {ADDRESS: "h"}, {}, unknown("h:61000", 1), "and MPICH", ""),
         (KUBERNETES, {}, unknown(f"{POD.replace('-1', '-0')}:61000", 1),
@@ -95,6 +106,7 @@ KERAS_IN_KUBERNETES = KUBERNETES | {ADDRESS: "host0", f"{KERAS}PROCESS_ID": "2"}
         (BATCH, {}, None, "Slurm without srun", ""),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, {}, None, "Slurm", ""),
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, {}, None, "Open MPI", ""),
+        (SAGEMAKER | {"SM_HOSTS": '["algo-1"]'}, {}, None, "SageMaker", ""),
         # The pods may be independent jobs.
         ({"JOB_COMPLETION_INDEX": "1"}, {}, None,
          f"without {KERAS}NUM_PROCESSES", ""),
@@ -133,18 +145,35 @@ def test_train_job_of_kubeflow() -> None:
 
 
 @pytest.mark.parametrize("launcher", [OPEN_MPI, MPICH])
-def test_mpirun_in_an_allocation(launcher: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("allocation", "first"),
+    [
+        (IN_SLURM, "gpu07"),
+        (IN_PBS, "c12n03.cluster.org"),
+        (IN_LSF | {"LSB_MCPU_HOSTS": "hostA 2 hostB 4"}, "hostA"),
+        (IN_LSF | {"LSB_HOSTS": "hostB hostB hostA"}, "hostB"),
+        (IN_LSF | {"LSB_DJOB_HOSTFILE": "pbs.txt"}, "c12n03.cluster.org"),
+    ],
+)
+def test_mpirun_in_an_allocation(
+    launcher: dict[str, str],
+    allocation: dict[str, str],
+    first: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Worker 0 is on its first host, at a port of the job."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pbs.txt").write_text(NODES)
     ports = set()
-    for job in ("7", "8"):
-        cluster, _ = find_cluster(
-            launcher | IN_SLURM | {"SLURM_JOB_ID": job}, {}
-        )
+    for identity in ({}, {"PBS_JOBID": "2"}, {"PBS_JOBID": "1843[3].pbs01"}):
+        environment = launcher | allocation | identity
+        cluster, _ = find_cluster(environment, {})
         assert cluster is not None
         host, _, port = cluster.addresses[0].rpartition(":")
-        assert (host, cluster.addresses[1:]) == ("gpu07", ("", ""))
+        assert (host, cluster.addresses[1:]) == (first, ("", ""))
         ports.add(int(port))
-    assert len(ports) == 2 and 61_000 < min(ports) <= max(ports) < 2**16
+    assert len(ports) == 3 and 61_000 < min(ports) <= max(ports) < 2**16
 
 
 @pytest.mark.parametrize(
@@ -163,8 +192,6 @@ def test_mpirun_in_an_allocation(launcher: dict[str, str]) -> None:
         ({"PMI_SIZE": "2"}, "PMI_SIZE=2"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2"),
         ({"PMIX_RANK": "1"}, "PMIX_RANK=1"),
-        # As the toolkit of SageMaker sets it.
-        ({"SM_HOSTS": '["algo-1", "algo-2"]'}, "SM_HOSTS"),
         ({"ALPS_APP_PE": "3"}, "ALPS_APP_PE=3"),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_PROCID=1"),
         # horovodrun in the shell of `srun --pty bash`.
@@ -175,10 +202,9 @@ def test_mpirun_in_an_allocation(launcher: dict[str, str]) -> None:
         ({"RANK": "0", "WORLD_SIZE": "1"}, ""),
         ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}, ""),
         ({"PMIX_RANK": "0"}, ""),
-        ({"SM_HOSTS": '["algo-1"]'}, ""),
         (BATCH | {"SLURM_NPROCS": "3", "SLURM_JOB_NUM_NODES": "3"}, ""),
         (IN_PBS | {"PBS_NP": "8", "PBS_NUM_NODES": "2", "NCPUS": "4"}, ""),
-        (IN_LSF | {"LSB_DJOB_NUMPROC": "6"}, ""),
+        (IN_LSF | {"LSB_DJOB_NUMPROC": "6", "LSB_HOSTS": "a a b"}, ""),
         # torchrun of one process in each of four tasks of srun.
         (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "PMI_SIZE": "4",
                      "PMI_RANK": "1", "PMIX_RANK": "1"}, ""),
@@ -204,7 +230,10 @@ def test_launchers_without_a_cluster(
 @pytest.mark.parametrize(
     ("environment", "given", "message"),
     [
-        (OPEN_MPI | IN_LSF, {}, "`coordinator` must be given"),
+        (OPEN_MPI | {"JSM_NAMESPACE_SIZE": "3", "LSB_HOSTS": "launch a b c"},
+         {}, "`coordinator` must be given"),
+        # On another host than the first one of an allocation of PBS.
+        (OPEN_MPI | IN_PBS, {}, "`coordinator` must be given"),
         (OPEN_MPI, {}, f"`coordinator` must be given.*`{ADDRESS}`.*_RANK=2"),
         ({}, {"coordinator": "a:1"}, "`num_processes` must be given"),
         ({}, {"num_processes": 2}, "`process_id` must be given"),
@@ -218,6 +247,8 @@ def test_launchers_without_a_cluster(
         (TORCHRUN, {"num_processes": 10**9}, "from 1 to 4096"),
         (TORCHRUN, {"coordinator": "::1"}, r"or '\[IPv6 address\]:port'"),
         (TORCHRUN, {"coordinator": 80}, "must be 'host:port'"),
+        (SAGEMAKER | {"SM_HOSTS": "algo-1"}, {}, "`SM_HOSTS` must be a JSON"),
+        (SAGEMAKER | {"SM_CURRENT_HOST": "algo"}, {}, "`SM_HOSTS` must be"),
         (TORCHRUN | {"MASTER_ADDR": "fe80::1"}, {}, "must be 'host:port'"),
         (SLURM | {"SLURM_JOB_ID": "x"}, {}, "`coordinator` must be given"),
         (ALL, {"num_processes": 4}, "be one address, or 4 different"),

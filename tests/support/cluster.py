@@ -7,7 +7,6 @@ or needs another `Shape`.
 import contextlib
 import dataclasses
 import multiprocessing.connection
-import pathlib
 import pickle
 import re
 import signal
@@ -25,7 +24,7 @@ from tests.support.programs import Program
 TIME_LIMIT_S = 180.0  # of a call, the start of the cluster included
 LOG_TAIL = 4000  # characters of each worker's log in an error message
 GRACE_S = 10.0  # for the other workers after one has failed
-Call = str | Callable[..., Any]  # or "module:name"
+Call = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +144,8 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
     def run(self, function: Call, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on every worker; return the values by worker."""
         begin = [program.log.stat().st_size for program in self._programs]
-        if not isinstance(function, str):
-            function = f"{function.__module__}:{function.__name__}"
-        call = function, args, kwargs
+        target = f"{function.__module__}:{function.__name__}"
+        call = target, args, kwargs
         self._results = {}
         for connection in self._connections:
             with contextlib.suppress(OSError):  # `_wait` reports a dead worker
@@ -159,12 +157,14 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
                 return [result[0] for result in results]
             reason = "a worker raised"
         logs = [
-            f"--- worker {worker}\n{log_tail(program.log, first)}"
-            for worker, (program, first) in enumerate(
-                zip(self._programs, begin, strict=True)
-            )
+            program.log.read_bytes()[first:].decode(errors="replace")
+            for program, first in zip(self._programs, begin, strict=True)
         ]
-        raise ClusterError("\n".join([f"{function}{args}: {reason}", *logs]))
+        tails = [
+            f"--- worker {worker}\n{log[-LOG_TAIL:]}"
+            for worker, log in enumerate(logs)
+        ]
+        raise ClusterError("\n".join([f"{target}{args}: {reason}", *tails]))
 
     def _wait(self) -> str | None:
         """Wait for all workers; return why some did not end, if so."""
@@ -208,8 +208,3 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             except (EOFError, ConnectionResetError):
                 ended.append(waiting[ready])
         return ended
-
-
-def log_tail(log: pathlib.Path, begin: int) -> str:
-    """Return the last `LOG_TAIL` characters of a log after a byte."""
-    return log.read_bytes()[begin:].decode(errors="replace")[-LOG_TAIL:]

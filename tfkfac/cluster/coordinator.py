@@ -52,6 +52,8 @@ class _Peer:
     description: str  # for messages
     joined_s: float  # time of its first request
     time_s: float  # of its last request
+    rival: str = ""  # other process with the same index
+    refused_rival: str = ""  # rival that came before the last request
     has_ended: bool = False  # True if it has received the last reply
 
 
@@ -149,6 +151,11 @@ class Coordinator:
                         f"{peer.description} has not asked for the end "
                         "of the start: it may have ended"
                     )
+            if self._num_dropped > _MAX_PRINTED:
+                print_line(
+                    f"worker 0 has dropped {self._num_dropped} processes; the "
+                    f"first {_MAX_PRINTED} are printed."
+                )
 
     def _missing(self) -> list[int]:
         """Return the workers that have not joined."""
@@ -225,6 +232,17 @@ class Coordinator:
             address = f"{sender_host}:{greeting.port}"
         reason = self._reason_to_refuse(greeting, address, host, sender)
         peer = self._peers.get(worker)
+        if not reason and peer is not None:
+            if peer.greeting.process == greeting.process:
+                peer.refused_rival = peer.rival
+            elif peer.refused_rival == greeting.process:
+                name = self._cluster.name(worker)
+                reason = f"Two processes are {name}: each needs its own index"
+            else:
+                # The registered process may have ended. Its next request, or
+                # the lack of it, decides.
+                peer.rival = greeting.process
+                return {"missing": [worker]}
         if reason:
             self._drop(description, reason, True)
             return {"refused": reason}
@@ -263,10 +281,6 @@ class Coordinator:
                 f"{self._cluster.name(0)}: {quote(greeting.job)} here, "
                 f"{quote(job)} there. Each job needs an address of its own"
             )
-        peer = self._peers.get(worker)
-        if peer is not None and peer.greeting.process != greeting.process:
-            name = self._cluster.name(worker)
-            return f"Two processes are {name}: each needs its own index"
         others = [a for i, a in enumerate(self.addresses) if i != worker]
         if address in others:
             return f"Another worker has the address {quote(address)}"

@@ -11,7 +11,10 @@ To add a launcher, add a row to `LAUNCHERS`, to the cases of
 documentation.
 """
 
+import contextlib
 import dataclasses
+import json
+import pathlib
 import re
 import socket
 import zlib
@@ -72,10 +75,20 @@ def _master(environment: Environment) -> str:
 
 
 def _first_host(environment: Environment) -> str | None:
-    """Return the first host of a Slurm allocation, and a port of the job."""
-    host = first_node(environment.get("SLURM_JOB_NODELIST", ""))
-    job = environment.get("SLURM_JOB_ID", "")
-    return f"{host}:{_job_port(zlib.crc32(job.encode()))}" if host else None
+    """Return the first host of an allocation (Slurm, PBS, LSF), and a port."""
+    get = environment.get
+    if "JSM_NAMESPACE_SIZE" in environment:
+        return None  # jsrun starts no worker on the first host
+    hosts = [first_node(get("SLURM_JOB_NODELIST", ""))]
+    for name in ("LSB_MCPU_HOSTS", "LSB_HOSTS"):
+        hosts += get(name, "").split()
+    for name in ("LSB_DJOB_HOSTFILE", "PBS_NODEFILE"):
+        # PBS has the file on the first host only.
+        with contextlib.suppress(OSError):
+            hosts += pathlib.Path(get(name, "")).read_text().split()
+    job = "".join(get(name, "") for name in _ALLOCATION)
+    port = _job_port(zlib.crc32(job.encode())) if job else _PORT
+    return next((f"{host}:{port}" for host in hosts if host), None)
 
 
 def _first_node_of_step(environment: Environment) -> str | None:
@@ -100,6 +113,25 @@ def _job_port(number: int) -> int:
     return _FIRST_JOB_PORT + number % (2**16 - _FIRST_JOB_PORT)
 
 
+def _sagemaker_hosts(environment: Environment) -> list[str]:
+    """Return SageMaker's list of hosts, which must contain this host."""
+    try:
+        hosts = list(json.loads(environment[_HOSTS]))
+        hosts.index(environment[_CURRENT])
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"`{_HOSTS}` must be a JSON list that contains `{_CURRENT}`. "
+            f"Received: {_HOSTS}={environment[_HOSTS]}, "
+            f"{_CURRENT}={environment[_CURRENT]}"
+        ) from None
+    return hosts
+
+
+# Variables of SageMaker's hosts. `mpirun` copies the variables of the first
+# host to all ranks, so its `SM_CURRENT_HOST` is the same in all of them.
+_HOSTS, _CURRENT = "SM_HOSTS", "SM_CURRENT_HOST"
+_ALLOCATION = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX")
+_RANK, _SIZE = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
 _SLURM_SIZE, _PMI_SIZE = "SLURM_STEP_NUM_TASKS", "PMI_SIZE"
 # The first active launcher is used, so the inner of two nested launchers comes
 # first: torchrun may run in a Slurm step.
@@ -107,13 +139,15 @@ _SLURM_SIZE, _PMI_SIZE = "SLURM_STEP_NUM_TASKS", "PMI_SIZE"
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", _master,
              ("MASTER_ADDR", "MASTER_PORT"), ("TORCHELASTIC_RUN_ID",)),
-    Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-             _first_host, (), ("PMIX_NAMESPACE",)),
+    Launcher("SageMaker", _RANK, _SIZE, lambda e: _sagemaker_hosts(e)[0],
+             (_HOSTS, _CURRENT), ("PMIX_NAMESPACE",)),
+    # The index and the size follow from the list of hosts.
+    Launcher("SageMaker", _CURRENT, _HOSTS, lambda e: _sagemaker_hosts(e)[0]),
+    Launcher("Open MPI", _RANK, _SIZE, _first_host, (), ("PMIX_NAMESPACE",)),
     Launcher("Slurm", "SLURM_PROCID", _SLURM_SIZE, _first_node_of_step,
              ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"),
              ("SLURM_JOB_ID", "SLURM_STEP_ID")),
-    Launcher("MPICH", "PMI_RANK", _PMI_SIZE, _first_host, (),
-             ("SLURM_JOB_ID",)),
+    Launcher("MPICH", "PMI_RANK", _PMI_SIZE, _first_host, (), _ALLOCATION),
     # An Indexed Job or JobSet does not provide the number of workers.
     Launcher("Kubernetes", "JOB_COMPLETION_INDEX", "", _first_pod),
 )
@@ -135,7 +169,6 @@ _OTHER_SIZES = (
     "PALS_LOCAL_SIZE",
     "PET_NNODES",
     "PET_NPROC_PER_NODE",
-    "SM_HOSTS",
 )
 # Indices of processes whose launcher sets no number of processes.
 _OTHER_INDICES = ("ALPS_APP_PE", "PALS_RANKID", "PMIX_RANK", "SLURM_PROCID")
@@ -166,6 +199,10 @@ def find_cluster(
             "num_processes": variables.get(launcher.size),
             "process_id": variables.get(launcher.index),
         }
+        if launcher.index == _CURRENT:
+            hosts = _sagemaker_hosts(environment)
+            provided["num_processes"] = str(len(hosts))
+            provided["process_id"] = str(hosts.index(environment[_CURRENT]))
         settings = {k: v for k, v in provided.items() if v} | settings
         sources.append(_describe(launcher.name, variables, environment))
         # The default of `torchrun --rdzv-id`, "none", identifies no job.
@@ -208,8 +245,6 @@ def _refuse_other_launchers(
         value = environment.get(name, "")
         # torchrun's number of nodes may be a range, "1:4".
         number = value.rpartition(":")[2]
-        if name == "SM_HOSTS":  # SageMaker's hosts, a list of JSON
-            number = str(value.count(",") + 1)
         if _is_number(number) and int(number) > minimum:
             raise ValueError(
                 f"Environment variable `{name}` says that this process is one "
