@@ -196,7 +196,6 @@ def nested() -> Any:
         ([re.compile("enc.*/.*t")], ["encoder/first"]),
         ([layers.BatchNormalization, "head"], ["encoder/second", "head"]),
         ([keras.Sequential], ["encoder/first", "encoder/second"]),
-        ((layers.Dense, "first"), ["encoder/first", "head"]),
         ((), []),
     ],
 )
@@ -213,11 +212,9 @@ def test_layer_rules(rules: Any, matched: list[str]) -> None:
         assert set(left.values()) <= {"skip_layers or only_layers"}
         names = {path.split(":")[0] for path in left}
         assert names == set(everything) - set(kept)
-
-
-def test_both_layer_rules() -> None:
-    both = bind(nested(), only_layers=["first", "head"], skip_layers="encoder")
-    assert list(blocks_of(both)) == ["head"]
+    both = bind(nested(), only_layers=["first", "head"], skip_layers=rules)
+    want = [path for path in everything[::2] if path not in matched]
+    assert list(blocks_of(both)) == want
 
 
 @pytest.mark.parametrize("container", ["one", "two"])

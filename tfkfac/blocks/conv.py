@@ -16,7 +16,7 @@ from tfkfac.blocks.correlation import (
 from tfkfac.blocks.patches import Geometry, Patches
 from tfkfac.blocks.rows import Rows, Statistic, fold_positions
 from tfkfac.capture.taps import Record
-from tfkfac.compat.functions import TraceKey, shared_call
+from tfkfac.compat.functions import shared_call
 from tfkfac.factors import Dense
 from tfkfac.linalg.tensors import size_of
 
@@ -48,20 +48,6 @@ class ConvBlock(MatrixBlock):
         return is_plain and max(*layer.kernel_size, *layer.strides) == 1
 
     @override
-    def trace_key(self, record: Record) -> TraceKey | None:
-        if self._is_pointwise:
-            return self.dense_trace_key(record)
-        key = (
-            type(self),
-            self.dtype,
-            len(self.variables),
-            tuple(self.factors.items()),
-            _geometry(self.layer),
-            self.layer.data_format,
-        )
-        return TraceKey(key, any_size=False)
-
-    @override
     def rows(self, record: Record) -> Rows:
         inputs = record.inputs
         g = self._gradients(channels_last(self.layer, record.gradient))
@@ -84,7 +70,10 @@ class ConvBlock(MatrixBlock):
 
         gram = None
         if _is_image(self.layer) and isinstance(self.factors["A"], Dense):
-            gram = self._gram_of(_as_image(self.layer, self.cast(inputs)))
+            images = channels_last(self.layer, self.cast(inputs))
+            # A sequence is an image of height 1.
+            is_image = len(self.layer.kernel_size) == 2
+            gram = self._gram_of(images if is_image else images[:, None])
         return Rows(patches, g, None, gram)
 
     def _gradients(self, gradient: tf.Tensor) -> tf.Tensor:
@@ -128,10 +117,6 @@ class SeparableDepthwiseBlock(DepthwiseConvBlock):
     kind = "SeparableConv, depthwise"
     _kernel_name = "depthwise_kernel"
     _covers_bias = False
-
-    @override
-    def trace_key(self, record: Record) -> None:
-        return None  # the statistics depend on the pointwise kernel
 
     @override
     def _gradients(self, gradient: tf.Tensor) -> tf.Tensor:
@@ -179,14 +164,8 @@ def _is_image(layer: keras.layers.Layer) -> bool:
     return len(layer.kernel_size) < 3 and max(layer.dilation_rate) == 1
 
 
-def _as_image(layer: keras.layers.Layer, inputs: tf.Tensor) -> tf.Tensor:
-    """Return inputs as images; a sequence is an image of height 1."""
-    images = channels_last(layer, inputs)
-    return images if len(layer.kernel_size) == 2 else images[:, None]
-
-
 def _image_geometry(layer: keras.layers.Layer) -> Geometry:
-    """Two-dimensional geometry of a layer, for images of `_as_image`."""
+    """Two-dimensional geometry of a layer; a sequence has height 1."""
     ones = (1,) * (2 - len(layer.kernel_size))
     size, strides = (*ones, *layer.kernel_size), (*ones, *layer.strides)
     return Geometry(size, strides, layer.padding)
