@@ -274,6 +274,27 @@ def test_weights_used_without_calling_the_layer() -> None:
     assert list(optimizer.factors()) == ["logits"]
 
 
+def test_layer_called_in_a_nested_function() -> None:
+    """A call in a nested `tf.function` raises an error that names the layer."""
+    model = mlp()
+    model.layers[0].call = tf.function(model.layers[0].call)
+    optimizer = tfkfac.KFAC(step="natural").attach(model)
+
+    @tf.function
+    def forward(x: Any) -> Any:
+        return model.layers[0](x)
+
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            value = loss()(Y, model.layers[1](forward(X)))
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(value, variables), variables)
+
+    with pytest.raises(ValueError, match=r"'hidden'.*`tf\.function`"):
+        step()
+
+
 def test_gradients_for_half_of_a_layer() -> None:
     model = mlp()
     optimizer = tfkfac.KFAC(step="natural").attach(model)

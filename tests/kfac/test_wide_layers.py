@@ -54,10 +54,24 @@ def test_limits(
         assert row[1] == f"{size} x {size}{suffix}"
 
 
-def test_no_limit() -> None:
-    model = sequential(layers.Dense(1), shape=(800,))
-    (row,) = blocks_of(bind(model, max_factor_dim=None)).values()
-    assert row[1] == "801 x 801"
+@pytest.mark.parametrize(
+    ("layer", "shape", "limit", "want"),
+    [
+        (layers.Dense(1), (800,), None, ["801 x 801", "1 x 1"]),
+        (layers.Embedding(50, 7), (4,), 5, ["diagonal 50", "7 x 7, rank 6"]),
+        (
+            layers.Conv1D(6, 1, groups=2),
+            (1, 4),
+            2,
+            ["2 of 3 x 3, rank 2", "2 of 3 x 3, rank 2"],
+        ),
+    ],
+)
+def test_texts(layer: Any, shape: Any, limit: Any, want: list[str]) -> None:
+    """No limit is None; a diagonal has none; each matrix of a stack has it."""
+    model = sequential(layer, shape=shape)
+    (row,) = blocks_of(bind(model, max_factor_dim=limit)).values()
+    assert row[1:3] == want
 
 
 def test_bytes_of_a_sketch() -> None:

@@ -185,7 +185,10 @@ class Natural:
         batch: Batch | None,
         sums: Sequence[tf.Tensor],
     ) -> Gradients:
-        """Return the gradients for the inner optimizer; `sums`: `rescale`."""
+        """Return the gradients for the inner optimizer.
+
+        `sums` are those of `rescale`.
+        """
         optimizer, report = step.job.inner_optimizer, state.report
         gradients, rate = step.gradients, optimizer.learning_rate
         if directions:
