@@ -16,6 +16,7 @@ import tfkfac
 from tests.support.small import summary_text
 from tests.support.strategies import strategy
 from tests.support.summaries import sequential
+from tfkfac.capture.walk import needs_loop
 from tfkfac.gauss_newton.support import Limits, choose_solve_spaces
 
 MEGA = 2**20
@@ -320,6 +321,20 @@ def test_no_loss_scale() -> None:
         model().compile(
             keras.optimizers.LossScaleOptimizer(tfkfac.GaussNewton()), "mse"
         )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_attention(dtype: str) -> None:
+    """oneDNN would end the process in the vectorised gradient of float32."""
+    x = keras.Input((3, 2), dtype=dtype)
+    y = layers.MultiHeadAttention(1, 2, dtype=dtype)(x, x)
+    y = layers.Dense(1, dtype=dtype)(layers.Flatten(dtype=dtype)(y))
+    network = keras.Model(x, y)
+    assert needs_loop(network) == (dtype == "float32")
+    loss = keras.losses.MeanSquaredError(dtype=dtype)
+    network.compile(tfkfac.GaussNewton(), loss, run_eagerly=True)
+    network.train_on_batch(np.ones((4, 3, 2), dtype), np.ones((4, 1), dtype))
+    assert network.optimizer.last_step["accepted"]
 
 
 # ------------------------------------------------------------------ limits

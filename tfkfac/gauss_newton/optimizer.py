@@ -78,9 +78,9 @@ class GaussNewton(SecondOrderOptimizer):
     Models without residuals of single examples raise an error that names the
     layer or loss: batch normalisation in training, dropout, losses added by
     layers, absolute and Huber errors, constraints, regularisers other than L2,
-    half precision. Grouped convolutions, and recurrent layers with a mask or
-    with weights before them, are slow, because TensorFlow cannot vectorise
-    them over examples.
+    half precision. Grouped convolutions, recurrent layers with a mask or with
+    weights before them, and attention in float32 on a CPU are slow, because
+    TensorFlow cannot vectorise them over examples.
 
     With several replicas, J^T J and J^T r, n (n + 3) / 2 scalars, are summed
     over the replicas. `state_bytes()` has the keys "previous_step" and
