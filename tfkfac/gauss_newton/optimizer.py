@@ -57,13 +57,9 @@ class GaussNewton(SecondOrderOptimizer):
     model.fit(x, y, batch_size=len(x), epochs=50)
     ```
 
-    Small errors need float64. A network for Poisson's equation on a square
-    (64 units of tanh) reached an error of 7e-7 in 6, 2e-9 in 20 and
-    4e-11 in 60 wall seconds on one core (medians of three seeds). The work of
-    a step is O(m n min(m, n)) for m residuals (examples times outputs);
-    `summary()` shows its memory. Do not use it for classifiers with 10^4 or
-    more weights. It overfits small noisy data. For functions with many waves,
-    such as sin(20 x) e^x on [-1, 1], the error stays high for about 100 steps.
+    Small errors need float64. The work of a step is O(m n min(m, n)) for m
+    residuals (examples times outputs); `summary()` shows its memory. Do not use
+    it for classifiers with 10^4 or more weights. It overfits small noisy data.
 
     The residuals of a mean squared error are the errors, with the sample
     weights, masks, loss weights and outputs of `fit`. For cross-entropies and
