@@ -280,7 +280,7 @@ class FOSIMethod(Method):
         return sizes | {"total": sum(sizes.values())}
 
     def estimation_state_bytes(self, state: Any) -> dict[str, int]:
-        """Return "basis" and "copies" as in `FOSI.state_bytes`."""
+        """Return "basis" and "copies" as in `FOSI`."""
         layout = state.layout
         basis = layout.geometry.steps * layout.slices.length * layout.item
         return {"basis": basis, "copies": 0}

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -146,33 +146,6 @@ class GaussNewton(SecondOrderOptimizer):
         config = super().get_config()
         inner = config.pop("inner_optimizer")
         return config | {"learning_rate": inner["config"]["learning_rate"]}
-
-    def attach(
-        self,
-        model: keras.Model,
-        *,
-        loss_terms: int | Callable[[], tf.Tensor] | None = None,
-        loss_scaler: Any = None,
-    ) -> Self:
-        """Bind the optimizer to the model that it will train.
-
-        See `tfkfac.KFAC.attach`. Custom training loops have to compute the
-        loss by `model.compute_loss`.
-
-        Args:
-            model: The model.
-            loss_terms: See `tfkfac.KFAC.attach`.
-            loss_scaler: Must be None.
-
-        Raises:
-            ValueError: If a `LossScaleOptimizer` wraps this optimizer.
-        """
-        if loss_scaler is not None:
-            raise ValueError(
-                "A `LossScaleOptimizer` must not wrap `GaussNewton`, which "
-                "needs float32 or float64."
-            )
-        return super().attach(model, loss_terms=loss_terms)
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:

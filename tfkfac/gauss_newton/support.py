@@ -67,6 +67,19 @@ def l2_of(variable: keras.Variable) -> float:
     return float(l2.l2)
 
 
+def _warn_of_unknown(model: keras.Model, terms: Sequence[LossTerms]) -> None:
+    """Warn of losses whose likelihood is unknown."""
+    for name, likelihood in recognized(terms):
+        if likelihood in (None, LOCATION):
+            warnings.warn(
+                f"Loss '{name}' of model '{model.name}' is a multiple of no "
+                "known likelihood. Its Hessian is replaced by the "
+                "identity. Declare its distribution with "
+                "`tfkfac.register_distribution`.",
+                stacklevel=3,
+            )
+
+
 def check_call(
     model: keras.Model, call: ForwardCall, terms: Sequence[LossTerms]
 ) -> None:
@@ -92,15 +105,7 @@ def check_call(
             "needs outputs that depend only on the example and the weights. "
             f"{_ADVICE}"
         )
-    for loss_name, likelihood in recognized(terms):
-        if likelihood in (None, LOCATION):
-            warnings.warn(
-                f"Loss '{loss_name}' of model '{model.name}' is a multiple of "
-                "no known likelihood. Its Hessian is replaced by the "
-                "identity. Declare its distribution with "
-                "`tfkfac.register_distribution`.",
-                stacklevel=2,
-            )
+    _warn_of_unknown(model, terms)
     returned = {id(t): t for t in keras.tree.flatten(call.outputs)}
     for loss_terms in terms:
         output = output_of(loss_terms, Normal())
