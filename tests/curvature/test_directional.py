@@ -11,6 +11,10 @@ import tensorflow as tf
 from keras import layers
 
 from tests.support.dtypes import floats
+from tests.support.gauss_newton_reference import (
+    get_flat,
+    outputs_and_jacobians,
+)
 from tests.support.harness import randomize
 from tests.support.reference import Array
 from tests.support.summaries import sequential
@@ -84,10 +88,6 @@ CASES = {
         lambda p, y: np.diag(y / (p + 1e-7) ** 2) / OUTPUTS,  # as in Keras
     ),
 }
-SLOPES: dict[Any, Callable[[Array], Array]] = {
-    None: np.ones_like,
-    "softplus": lambda z: 1 / (1 + np.exp(-z)),
-}
 
 
 def network(activation: str | None, **options: Any) -> Any:
@@ -102,25 +102,13 @@ def network(activation: str | None, **options: Any) -> Any:
 
 def dense_matrix(model: Any, case: Case, x: Array, y: Array) -> Array:
     """The Gauss-Newton matrix of the mean over the rows."""
-    first, bias, second, shift = model.get_weights()
-    total = np.zeros([model.count_params()] * 2)
-    for row, p, label in zip(x, np.asarray(model(x)), y, strict=True):
-        h = np.tanh(row @ first + bias)
-        inner = second.T * (1 - h**2)  # d logits / d pre-activations
-        identity = np.eye(OUTPUTS)
-        J = np.concatenate(
-            [
-                np.einsum("oj,i->oij", inner, row).reshape(OUTPUTS, -1),
-                inner,
-                np.einsum("ok,j->ojk", identity, h).reshape(OUTPUTS, -1),
-                identity,
-            ],
-            1,
-        )
-        if not case.reads_logits:
-            J *= SLOPES[case.activation](h @ second + shift)[:, None]
-        total += J.T @ case.hessian(p, label) @ J
-    return total / len(x)
+    outputs, reader = np.asarray(model(x)), model
+    if case.reads_logits:
+        reader = network(None)
+        reader.set_weights(model.get_weights())
+    ((_, J),) = outputs_and_jacobians(reader, x, get_flat(reader))
+    H = [case.hessian(p, label) for p, label in zip(outputs, y, strict=True)]
+    return np.einsum("rai,rab,rbj->ij", J, np.stack(H), J) / len(x)
 
 
 def directions_of(model: Any, count: int = 2) -> list[list[Array]]:
@@ -149,10 +137,14 @@ def compiled(model: Any, case: Case, x: Array, y: Array) -> LossInputs:
     [*((name, None) for name in CASES), ("sparse", 0), ("sum", 1)],
 )
 def test_against_dense_matrices(name: str, offset: int | None) -> None:
-    """All rows, or a quarter of them, which represents all rows of a sum."""
+    """All rows, or a quarter of them, which represents all rows of a sum.
+
+    The term of one of three replicas; the penalty of weights counts once.
+    """
     case = CASES[name]
     with floats("float64"):
-        model = network(case.activation)
+        penalty = keras.regularizers.L2(0.3)
+        model = network(case.activation, kernel_regularizer=penalty)
         x, y = RNG.normal(size=(ROWS, FEATURES)), case.labels()
         inputs, rows = compiled(model, case, x, y), np.arange(ROWS)
         if offset is not None:
@@ -166,30 +158,13 @@ def test_against_dense_matrices(name: str, offset: int | None) -> None:
             model.trainable_variables,
             [[tf.constant(p) for p in d] for d in directions],
             tf.constant(2.0),
+            replicas=3,
         )
         matrix = dense_matrix(model, case, x[rows], y[rows])
     D, terms = flat(directions), ROWS if case.summed else 1
-    np.testing.assert_allclose(got, terms * D @ matrix @ D.T / 2, rtol=1e-6)
-
-
-def test_regularizers_count_once_over_replicas() -> None:
-    case = CASES["mse"]
-    with floats("float64"):
-        model = network(None, kernel_regularizer=keras.regularizers.L2(0.3))
-        x, y = RNG.normal(size=(ROWS, FEATURES)), case.labels()
-        inputs, directions = compiled(model, case, x, y), directions_of(model)
-        got = directional_curvature(
-            model,
-            inputs,
-            model.trainable_variables,
-            [[tf.constant(p) for p in d] for d in directions],
-            tf.constant(1.0),
-            replicas=3,
-        )
-        matrix = dense_matrix(model, case, x, y)
-    D, kernels = flat(directions), np.stack([d[0].ravel() for d in directions])
-    want = D @ matrix @ D.T + 0.6 / 3 * kernels @ kernels.T
-    np.testing.assert_allclose(got, want, rtol=1e-6)
+    kernels = np.stack([d[0].ravel() for d in directions])
+    want = terms * D @ matrix @ D.T + 0.6 / 3 * kernels @ kernels.T
+    np.testing.assert_allclose(got, want / 2, rtol=1e-6)
 
 
 N = 8

@@ -1,4 +1,4 @@
-"""`hessian_vector_product`: values, forms, unchanged state and errors."""
+"""`hessian_vector_product`: values, forms and errors."""
 
 import functools
 import gc
@@ -27,10 +27,7 @@ from tests.support.curvature_models import (
 )
 from tests.support.harness import assert_close, randomize
 from tests.support.reference import Array
-from tests.support.small import (
-    assert_same,
-    loss,
-)
+from tests.support.small import loss
 from tests.support.summaries import sequential
 from tfkfac.curvature import hessian_vector_product
 
@@ -85,18 +82,6 @@ def test_forms() -> None:
     keras.backend.clear_session()
     gc.collect()
     assert reference() is None
-
-
-def test_dropout_mask_is_fixed() -> None:
-    """All columns and all calls have the same mask."""
-    model, x, y = ready("dropout")
-    pair = noise(weight_count(model), 2)
-    vectors = np.concatenate([pair, pair.sum(1, keepdims=True)], 1)
-    images = hessian_vector_product(model, x, y, vectors).numpy()
-    total = images[:, 0] + images[:, 1]
-    np.testing.assert_allclose(images[:, 2], total, rtol=1e-4, atol=1e-5)
-    again = hessian_vector_product(model, x, y, vectors).numpy()
-    np.testing.assert_array_equal(images, again)
 
 
 def test_function_with_dynamic_batch_size() -> None:
@@ -252,50 +237,3 @@ def test_loss_without_names() -> None:
     product = hessian_vector_product(model, x, x[:, :1], np.ones([3, 1]))
     expected = 4 / len(x) * x.T @ x @ np.ones([3, 1])
     np.testing.assert_allclose(product, expected, rtol=1e-5)
-
-
-# --------------------------------------------------------- what stays unchanged
-def stateful() -> tuple[Any, Any, Any]:
-    """A model with moving averages, seeds, metrics and slots, not trained."""
-    keras.utils.set_random_seed(0)
-    x = keras.Input((3,))
-    h = layers.Dense(4, activity_regularizer="l2")(x)
-    h = layers.Dropout(0.3)(layers.BatchNormalization()(h))
-    outputs = {n: layers.Dense(3, name=n)(h) for n in ("a", "b")}
-    model = keras.Model(x, outputs)
-    model.compile(
-        keras.optimizers.Adam(0.1),
-        {"a": "mse", "b": loss()},
-        loss_weights={"a": 0.3, "b": 2.0},
-        metrics={"b": ["accuracy"]},
-        run_eagerly=True,
-    )
-    y = {"a": noise(ROWS, 3), "b": np.arange(ROWS) % 3}
-    return model, inputs((3,)), y
-
-
-def state(model: Any) -> dict[str, Array]:
-    variables = [*model.variables, *model.metrics_variables]
-    variables += model.optimizer.variables
-    return {f"{i} {v.path}": np.array(v) for i, v in enumerate(variables)}
-
-
-def test_training_is_unchanged() -> None:
-    """The first product runs before the first step."""
-    results = []
-    for with_products in (False, True):
-        model, x, y = stateful()
-        logs = []
-        for _ in range(2):
-            if with_products:
-                vectors = noise(weight_count(model))
-                before = state(model)
-                hessian_vector_product(model, x, y, vectors)
-                if logs:  # The first step creates all variables.
-                    assert_same(state(model), before)
-            logs.append(model.train_on_batch(x, y, return_dict=True))
-        results.append((logs, state(model)))
-    for part in ("seed_generator", "moving_mean", "accuracy", "a_loss", "adam"):
-        assert any(part in name for name in before), part
-    assert results[0][0] == results[1][0]
-    np.testing.assert_equal(*([*after.values()] for _, after in results))

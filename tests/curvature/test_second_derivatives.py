@@ -36,10 +36,17 @@ ONE_HOT = np.eye(3)[LABELS]
 def assert_agrees(
     model: Any, x: Any, y: Any, sample_weight: Any = None
 ) -> None:
-    """Compare two products with finite differences of the gradient."""
+    """Compare two products with finite differences of the gradient.
+
+    They do not change moving averages, seeds, metrics and slots.
+    """
     vectors = noise(weight_count(model), 2)
     want = difference_products(model, vectors, x, y, sample_weight)
+    variables = [*model.variables, *model.metrics_variables]
+    variables += model.optimizer.variables
+    before = [np.array(v) for v in variables]
     got = hessian_vector_product(model, x, y, vectors, sample_weight).numpy()
+    np.testing.assert_equal([np.array(v) for v in variables], before)
     scale = np.abs(want).max()
     assert scale > 1e-3
     np.testing.assert_allclose(got / scale, want / scale, rtol=0, atol=1e-6)
@@ -127,6 +134,13 @@ def test_several_inputs_and_outputs() -> None:
     x = {"p": inputs((3,)), "q": noise(ROWS, 3, seed=4)}
     y = {"a": noise(ROWS, 2), "b": LABELS}
     objectives = {"a": "mse", "b": SPARSE()}
-    model.compile("sgd", objectives, loss_weights={"a": 0.3, "b": 2.0})
+    model.compile(
+        keras.optimizers.Adam(0.1),
+        objectives,
+        loss_weights={"a": 0.3, "b": 2.0},
+        metrics={"b": ["accuracy"]},
+        run_eagerly=True,
+    )
     weights = {"a": np.arange(ROWS) / 3.0, "b": np.ones(ROWS)}
+    model.train_on_batch(x, y)  # creates metrics and slots
     assert_agrees(model, x, y, weights)

@@ -1,5 +1,6 @@
 """FOSI: unusable batches, Hessians and directions; reports; custom steps."""
 
+import contextlib
 from typing import Any
 
 import keras
@@ -27,7 +28,7 @@ from tests.support.small import curvature, summary_text
 from tests.support.strategies import copies, local_ranks
 from tests.support.training import Spoil, Training, assert_same_bits, build
 from tests.support.training import fit as train
-from tfkfac.fosi.layouts import LAYOUTS, Geometry
+from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
 from tfkfac.fosi.subspace import InnerTraits, Subspace
 
 NAN = float("nan")
@@ -279,7 +280,7 @@ def test_coefficients(layout: str, workers: int) -> None:
     steps = rng.normal(size=(12, 3))
     steps[5, 1], steps[7] = 1e10, -500.0
     values = np.array([-1.0, 2.0, 5.0])
-    shared = LAYOUTS[layout](Geometry(23, 3, 0, 5, tf.float64), workers)
+    shared = Layout(layout, Geometry(23, 3, 0, 5, tf.float64), workers)
 
     def work(group: Any) -> tuple[list[Array], float]:
         subspace = Subspace(shared, InnerTraits(), group.rank)
@@ -305,21 +306,25 @@ def test_coefficients(layout: str, workers: int) -> None:
 
 
 def test_state_of_other_sizes_is_refused() -> None:
+    """There are at most as many directions as weights."""
     store: dict[str, Array] = {}
-    models = []
-    for count in (2, 3):
-        model = mlp()
-        model.compile(small(num_largest=count), loss())
-        model.optimizer.build(model.trainable_variables)
-        models.append(model)
-    models[0].optimizer.save_own_variables(store)
+    optimizers = []
+    for count in (2, 99):
+        model, optimizer = mlp(), small(num_largest=count, lanczos_steps=None)
+        message = f"uses {SIZE} directions, not 99"
+        warns = pytest.warns(UserWarning, match=message)
+        with warns if count == 99 else contextlib.nullcontext():
+            model.compile(optimizer, loss())
+        optimizer.build(model.trainable_variables)
+        optimizers.append(optimizer)
+    optimizers[0].save_own_variables(store)
     with pytest.raises(ValueError, match="does not fit"):
-        models[1].optimizer.load_own_variables(store)
+        optimizers[1].load_own_variables(store)
 
 
 def test_without_a_gradient() -> None:
     """Zero gradients set no bound; an overflow gives a zero step."""
-    shared = LAYOUTS["rows"](Geometry(5, 1, 0, 3, tf.float32), 1)
+    shared = Layout("rows", Geometry(5, 1, 0, 3, tf.float32), 1)
     subspace = Subspace(shared, InnerTraits(), 0)
     subspace.ritz_values.assign([1.0])
 

@@ -32,49 +32,49 @@ from tests.support.reference import Array
 from tfkfac.fosi.update import is_plain_sgd
 from tfkfac.training.job import Job
 
-NEVER = 100
+
+# ---------------------------------------------------------- without directions
+def averaging() -> Any:
+    """A model with a constraint, and SGD with averages."""
+    model = mlp(kernel_constraint=constraints.MaxNorm(0.8))
+    average = {"ema_momentum": 0.5, "ema_overwrite_frequency": 3}
+    return model, loss(), SGD(0.1, 0.9, use_ema=True, **average)
 
 
-# ------------------------------------------------------- before the first time
-def test_warmup_is_the_inner_optimizer() -> None:
-    """Steps equal the inner optimizer's bit for bit, with a constraint."""
+def linear() -> Any:
+    """A model, a loss without curvature, and SGD with clipping."""
+
+    def loss(y_true: Any, y_pred: Any) -> Any:
+        target = keras.ops.cos(keras.ops.stack([y_true, y_true + 1], -1))
+        return keras.ops.sum(y_pred * target, axis=-1)
+
+    model = keras.Sequential([keras.Input((FEATURES,)), layers.Dense(2)])
+    for v in model.trainable_variables:
+        v.assign(np.ones(v.shape))
+    return model, loss, SGD(0.1, clipnorm=0.3)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (averaging, {"warmup_steps": 100}),
+        (linear, {"warmup_steps": 0, "learning_rate_clip": 3.0}),
+    ],
+)
+def test_steps_are_the_inner_optimizers(make: Any, options: Any) -> None:
+    """In the warm-up, and for a zero Hessian: bit for bit."""
     x, y = data()
     paths = []
     for wrap in (False, True):
-        optimizer: Any = SGD(
-            0.1, 0.9, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3
-        )
+        model, objective, optimizer = make()
         if wrap:
-            optimizer = small(optimizer, warmup_steps=NEVER)
-        model = mlp(kernel_constraint=constraints.MaxNorm(0.8))
-        model.compile(optimizer, loss(), run_eagerly=True)
-        paths.append(fit(model, x, y, 7))
+            optimizer = small(optimizer, num_smallest=1, **options)
+        model.compile(optimizer, objective, run_eagerly=make is averaging)
+        paths.append(fit(model, x, y.astype("float32"), 7))
         paths.append([np.array(v) for v in model.optimizer.variables])
     np.testing.assert_array_equal(paths[2], paths[0])
     np.testing.assert_equal(paths[3], paths[1])
     assert len(np.unique(paths[0], axis=0)) > 3
-
-
-def test_no_curvature_is_the_inner_optimizer() -> None:
-    """A zero Hessian (linear loss) gives the inner optimizer's steps."""
-    x, y = data()
-
-    def linear(y_true: Any, y_pred: Any) -> Any:
-        return keras.ops.sum(y_pred * keras.ops.cos(y_true), axis=-1)
-
-    target = np.stack([y, y + 1.0], axis=1).astype("float32")
-    paths = []
-    for wrap in (False, True):
-        model = keras.Sequential([keras.Input((FEATURES,)), layers.Dense(2)])
-        for v in model.trainable_variables:
-            v.assign(np.ones(v.shape))
-        optimizer: Any = SGD(0.1, clipnorm=0.3)
-        if wrap:
-            options = {"warmup_steps": 0, "learning_rate_clip": 3.0}
-            optimizer = small(optimizer, num_smallest=1, **options)
-        model.compile(optimizer, linear)
-        paths.append(fit(model, x, target, 4))
-    np.testing.assert_array_equal(paths[1], paths[0])
     assert optimizer.spectrum().size == 0
 
 

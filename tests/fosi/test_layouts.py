@@ -30,7 +30,7 @@ names = pytest.mark.parametrize("name", LAYOUTS)
 
 def layout_of(name: str, size: int, directions: int, workers: int) -> Layout:
     geometry = Geometry(size, directions, 0, directions, tf.float64)
-    return LAYOUTS[name](geometry, workers)
+    return Layout(name, geometry, workers)
 
 
 def numbers(*shape: int, seed: int = 0) -> Array:
@@ -135,7 +135,7 @@ def test_projections(
 @pytest.mark.parametrize("workers", [1, 3])
 def test_traffic(name: str, workers: int) -> None:
     """Reported bytes of an estimation, its directions and the final update."""
-    layout = LAYOUTS[name](Geometry(23, 3, 0, 5, tf.float64), workers)
+    layout = Layout(name, Geometry(23, 3, 0, 5, tf.float64), workers)
 
     def estimate(group: Any) -> None:
         estimation = Estimation(layout.geometry, group, 0)

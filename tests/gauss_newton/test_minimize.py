@@ -11,7 +11,13 @@ from keras import layers
 
 import tfkfac
 from tests.support.dtypes import floats
-from tests.support.gauss_newton_reference import Reference, second
+from tests.support.gauss_newton_reference import (
+    Reference,
+    get_flat,
+    outputs_and_jacobians,
+    second,
+    set_flat,
+)
 from tests.support.reference import Array
 from tests.support.strategies import copies, strategy
 from tests.support.training import assert_same_bits, distance
@@ -30,7 +36,10 @@ class Decay:
         hidden, last = layers.Dense(3, "tanh"), layers.Dense(1)
         self.network = keras.Sequential([keras.Input((1,)), hidden, last])
         self.rate = keras.Variable(1.0, dtype=keras.config.floatx())
-        self.variables = [*self.network.trainable_variables, self.rate]
+        self.trainable_variables = [
+            *self.network.trainable_variables,
+            self.rate,
+        ]
         x = [np.linspace(0, 1, n)[:, None] for n in (12, 5)]
         self.points = {"slope": x[0], "seen": x[1]}
         self.residuals = {"slope": self.slope, "seen": self.error}
@@ -45,10 +54,19 @@ class Decay:
             u = self.network(x)[:, 0]
         return tape.gradient(u, x)[:, 0] + self.rate * u
 
+    def __call__(self, points: Any, training: bool = True) -> Any:
+        """Scaled residuals: `|.|^2 / 2 = sum weight mean(r^2)`."""
+        parts = []
+        for name, residual in self.residuals.items():
+            r = residual(tf.constant(points[name]))
+            scale = np.sqrt(2 * WEIGHTS.get(name, 1) / np.size(r))
+            parts.append(tf.reshape(scale * r, [-1]))
+        return tf.concat(parts, 0)
+
     def minimize(self, optimizer: tfkfac.GaussNewton, **options: Any) -> Any:
         return optimizer.minimize(
             self.residuals,
-            self.variables,
+            self.trainable_variables,
             self.points,
             weights=WEIGHTS,
             **options,
@@ -59,68 +77,39 @@ def minimize_decay() -> dict[str, Any]:
     """Take five steps; replicas cannot divide all points evenly."""
     with floats("float64"), strategy().scope():
         problem = Decay()
-        start = [np.array(v) for v in problem.variables]
+        start = [np.array(v) for v in problem.trainable_variables]
         optimizer = tfkfac.GaussNewton(solve="parameters")
         problem.minimize(optimizer, steps=5)
         return {
             "start": start,
-            "weights": [np.array(v) for v in problem.variables],
-            "copies": copies(problem.variables),
+            "weights": [np.array(v) for v in problem.trainable_variables],
+            "copies": copies(problem.trainable_variables),
             "last": optimizer.last_step,
         }
 
 
-class Stacked:
-    """Residuals of all conditions as a vector function of flat weights."""
+def reference_of(problem: Decay) -> Reference:
+    """The steps for the residuals of all conditions."""
+    known: dict[bytes, tuple[Array, Array]] = {}
 
-    def __init__(self, problem: Decay) -> None:
-        self.problem = problem
-        self.start = self.flat()
-        self.known: dict[bytes, tuple[Array, Array]] = {}
+    def residuals(weights: Array) -> Array:
+        set_flat(problem, weights)
+        return problem(problem.points).numpy()
 
-    def flat(self) -> Array:
-        values = [np.ravel(v) for v in self.problem.variables]
-        return np.concatenate(values).astype(float)
+    def loss(weights: Array) -> float:
+        return float(np.sum(residuals(weights) ** 2) / 2)
 
-    def set(self, weights: Array) -> None:
-        place = 0
-        for v in self.problem.variables:
-            size = int(np.prod(v.shape))
-            v.assign(np.reshape(weights[place : place + size], v.shape))
-            place += size
+    def rows(weights: Array) -> tuple[Array, Array]:
+        if (key := weights.tobytes()) not in known:
+            points = problem.points
+            ((r, matrix),) = outputs_and_jacobians(problem, points, weights)
+            known[key] = matrix, r
+        return known[key]
 
-    def residuals(self, weights: Array) -> Any:
-        """Scaled residuals: `|.|^2 / 2 = sum weight mean(r^2)`."""
-        self.set(weights)
-        parts = []
-        for name, residual in self.problem.residuals.items():
-            r = residual(tf.constant(self.problem.points[name]))
-            scale = np.sqrt(2 * WEIGHTS.get(name, 1) / np.size(r))
-            parts.append(tf.reshape(scale * r, [-1]))
-        return tf.concat(parts, 0)
+    def pull(weights: Array, direction: Array) -> Array:
+        return rows(weights)[0].T @ second(residuals, weights, direction)
 
-    def rows(self, weights: Array) -> tuple[Array, Array]:
-        if (key := weights.tobytes()) not in self.known:
-            self.known[key] = self.jacobian(weights)
-        return self.known[key]
-
-    def jacobian(self, weights: Array) -> tuple[Array, Array]:
-        with tf.GradientTape(persistent=True) as tape:
-            r = self.residuals(weights)
-        values = [v.value for v in self.problem.variables]
-        parts = tape.jacobian(r, values, experimental_use_pfor=False)
-        result = [np.reshape(part, [len(r), -1]) for part in parts]
-        return np.concatenate(result, 1), r.numpy()
-
-    def pull(self, weights: Array, direction: Array) -> Array:
-        turn = second(lambda w: self.residuals(w).numpy(), weights, direction)
-        return self.rows(weights)[0].T @ turn
-
-    def reference(self) -> Reference:
-        def loss(weights: Array) -> float:
-            return float(np.sum(self.residuals(weights) ** 2) / 2)
-
-        return Reference(loss, self.rows, self.start, self.pull)
+    return Reference(loss, rows, get_flat(problem), pull)
 
 
 def test_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,15 +120,14 @@ def test_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "MAX_STORED", 100)
     with floats("float64"):
         problem = Decay()
-        stacked = Stacked(problem)
+        reference, start = reference_of(problem), get_flat(problem)
         optimizer = tfkfac.GaussNewton(solve="parameters")
         history = problem.minimize(optimizer, steps=4)
-        got = stacked.flat()
-        reference = stacked.reference()
+        got = get_flat(problem)
         first = reference.loss(reference.weights)
         for _ in range(4):
             reference.step()
-    travelled = distance(reference.weights, stacked.start)
+    travelled = distance(reference.weights, start)
     assert travelled > 0.5
     assert distance(got, reference.weights) <= 1e-7 * travelled
     assert any(reference.bent)

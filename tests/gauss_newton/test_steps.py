@@ -19,9 +19,7 @@ from tests.support.curvature_models import TEXT, ZOO, inputs, noise
 from tests.support.curvature_models import network as zoo_network
 from tests.support.dtypes import floats
 from tests.support.gauss_newton_reference import (
-    Pull,
     Reference,
-    Rows,
     get_flat,
     loss_of,
     outputs_and_jacobians,
@@ -30,7 +28,7 @@ from tests.support.gauss_newton_reference import (
 )
 from tests.support.harness import randomize
 from tests.support.marks import with_slow
-from tests.support.reference import Array, softmax
+from tests.support.reference import Array
 from tfkfac.gauss_newton.solve import LARGEST, NormalEquations, Search, search
 
 ROWS, STEPS = 9, 4
@@ -44,13 +42,13 @@ CLASSES = RNG.integers(0, 3, ROWS)
 HOT = np.eye(3)[CLASSES]
 BITS = RNG.integers(0, 2, (ROWS, 2)).astype(float)
 COUNTS = np.arange(2.0 * ROWS).reshape(ROWS, 2) % 5
-# For each output: diagonal of the Fisher matrix, gradient of the loss.
+# For each tensor z that a loss uses: diagonal of the Fisher matrix with respect
+# to z, and gradient of the loss.
 Curve = Callable[[list[Array]], list[tuple[Array, Array]]]
-# Function from outputs to logits, and its derivative.
-Link = tuple[Callable[[Array], Array], Callable[[Array], Array]]
-SAME: Link = (lambda z: z, np.ones_like)
-LOG: Link = (np.log, lambda z: 1 / z)  # up to a constant, which does not matter
-LOGIT: Link = (lambda z: np.log(z / (1 - z)), lambda z: 1 / z / (1 - z))
+
+
+def log_odds(p: Any) -> Any:
+    return tf.math.log(p / (1 - p))
 
 
 class Case(NamedTuple):
@@ -61,7 +59,8 @@ class Case(NamedTuple):
     curve: Curve
     options: Any = {}  # noqa: RUF012 (never changed)
     weights: Any = None
-    links: tuple[Link, ...] = (SAME,)  # functions to the logits, see `pull_of`
+    # Functions from outputs to z, up to a constant, which does not matter.
+    links: tuple[Callable[[Any], Any], ...] = (tf.identity,)
 
 
 def network(
@@ -94,36 +93,34 @@ def masked() -> Any:
 
 
 def normal(y: Array, scale: Any) -> Curve:
-    def curve(outputs: list[Array]) -> list[tuple[Array, Array]]:
-        weight = scale * np.ones_like(outputs[0])
-        return [(weight, weight * (outputs[0] - y))]
+    def curve(z: list[Array]) -> list[tuple[Array, Array]]:
+        weight = scale * np.ones_like(z[0])
+        return [(weight, weight * (z[0] - y))]
 
     return curve
 
 
-def bernoulli(z: Array, y: Array, scale: Any) -> tuple[Array, Array]:
-    fisher = scale / (z * (1 - z))
-    return fisher, fisher * (z - y)
-
-
-def counts(outputs: list[Array]) -> list[tuple[Array, Array]]:
-    rate = outputs[0] + 1e-7  # as in the loss
+def counts(z: list[Array]) -> list[tuple[Array, Array]]:
+    rate = z[0] + 1e-7  # as in the loss
     return [(1 / rate / rate.size, (1 - COUNTS / rate) / rate.size)]
 
 
 def categorical(labels: Array, weights: Any) -> Curve:
-    def curve(outputs: list[Array]) -> list[tuple[Array, Array]]:
+    """For z = log p, `sum_c p_c dz_c = 0`, so diagonal terms suffice."""
+
+    def curve(z: list[Array]) -> list[tuple[Array, Array]]:
         scale = np.reshape(weights, (-1, 1)) / ROWS
-        return [(scale / outputs[0], -scale * labels / outputs[0])]
+        return [(scale * np.exp(z[0]), -scale * labels)]
 
     return curve
 
 
-def both(outputs: list[Array]) -> list[tuple[Array, Array]]:
-    bits, real = outputs  # by name
+def both(z: list[Array]) -> list[tuple[Array, Array]]:
+    p, real = 1 / (1 + np.exp(-z[0])), z[1]  # by name
     scale = 3 * 2 / real.size * np.ones_like(real)
-    weight = WEIGHTS[:, None] * 0.5 / bits.size
-    return [bernoulli(bits, BITS, weight), (scale, scale * (real - REAL))]
+    weight = WEIGHTS[:, None] * 0.5 / p.size
+    bits = weight * p * (1 - p), weight * (p - BITS)
+    return [bits, (scale, scale * (real - REAL))]
 
 
 SERIES_Y = RNG.normal(size=(ROWS, 4, 2))
@@ -154,11 +151,12 @@ CASES = {
     ),
     "softmax": Case(
         network(3, "softmax"), "sparse_categorical_crossentropy", X, CLASSES,
-        categorical(HOT, WEIGHTS), {"solve": "parameters"}, WEIGHTS, (LOG,),
+        categorical(HOT, WEIGHTS), {"solve": "parameters"}, WEIGHTS,
+        (tf.math.log,),
     ),
     "logits": Case(
         network(3), lambda: SPARSE(from_logits=True), X, CLASSES,
-        categorical(HOT, 1.0), links=(LOG,),
+        categorical(HOT, 1.0), links=(tf.nn.log_softmax,),
     ),
     "registered": Case(
         network(2, "exponential"), Registered, X, COUNTS, counts,
@@ -168,7 +166,7 @@ CASES = {
         lambda: {"real": "mse", "bits": "binary_crossentropy"},
         X, {"real": REAL, "bits": BITS}, both,
         {"loss_weights": {"real": 3.0, "bits": 0.5}, "solve": "parameters"},
-        {"real": None, "bits": WEIGHTS}, (LOGIT, SAME),
+        {"real": None, "bits": WEIGHTS}, (log_odds, tf.identity),
     ),
 }  # fmt: skip
 
@@ -195,58 +193,44 @@ CASES |= {
 FEW = "logits", "tanh", "registered"
 
 
-# Value and Jacobian of each output at flat weights.
-Jacobians = Callable[[Array], list[tuple[Array, Array]]]
+def reference_of(model: Any, case: Case, start: Array) -> Reference:
+    """The steps by their definition."""
 
+    def read(outputs: Any) -> list[Any]:
+        pairs = zip(case.links, tf.nest.flatten(outputs), strict=True)
+        return [link(output) for link, output in pairs]
 
-def rows_of(jacobians: Jacobians, case: Case) -> Rows:
-    """Rows and residuals of all outputs (probabilities, not logits)."""
+    @functools.cache
+    def at(key: bytes) -> tuple[Array, Array, Array]:
+        """Root B of the Fisher matrix, `K = B^T J` and residuals."""
+        point = np.frombuffer(key)
+        result = outputs_and_jacobians(model, case.x, point, read)
+        curves = case.curve([z for z, _ in result])
+        root = np.sqrt(np.concatenate([np.ravel(f) for f, _ in curves]))
+        slopes = np.concatenate([np.ravel(q) for _, q in curves])
+        rows = [j.reshape(-1, len(point)) for _, j in result]
+        residuals = slopes / np.where(root > 0, root, np.inf)
+        return root, root[:, None] * np.concatenate(rows), residuals
 
     def rows(point: Array) -> tuple[Array, Array]:
-        result = jacobians(point)
-        curves = case.curve([output for output, _ in result])
-        matrices, residuals = [], []
-        for (f, q), (_, j) in zip(curves, result, strict=True):
-            root = np.sqrt(f)
-            matrices.append((root[..., None] * j).reshape(-1, len(point)))
-            residuals.append(np.ravel(q / np.where(f > 0, root, np.inf)))
-        return np.concatenate(matrices), np.concatenate(residuals)
-
-    return rows
-
-
-def pull_of(jacobians: Jacobians, model: Any, case: Case) -> Pull:
-    """J^T W y'' of all outputs, with y the logits of probabilities.
-
-    With J of the probabilities, `J_y = (dy/dp) J` and `W = F (dp/dy)^2`.
-    """
-
-    def linked(point: Array) -> Array:
-        set_flat(model, point)
-        outputs = tf.nest.flatten(model(case.x, training=True))
-        if case.loss is CASES["logits"].loss:
-            outputs = [tf.nn.softmax(z) for z in outputs]
-        parts = zip(case.links, outputs, strict=True)
-        return np.concatenate([np.ravel(link(z)) for (link, _), z in parts])
+        return at(point.tobytes())[1:]
 
     def pull(point: Array, direction: Array) -> Array:
-        result = jacobians(point)
-        curves = case.curve([z for z, _ in result])
-        parts = zip(case.links, curves, result, strict=True)
-        pulls = [
-            (f / slope(z))[..., None] * j
-            for (_, slope), (f, _), (z, j) in parts
-        ]
-        rows = np.concatenate([p.reshape(-1, len(point)) for p in pulls])
-        return rows.T @ second(linked, point, direction)
+        root, matrix, _ = at(point.tobytes())
 
-    return pull
+        def flat_z(weights: Array) -> Array:
+            set_flat(model, weights)
+            z = read(model(case.x, training=True))
+            return np.concatenate([np.ravel(x) for x in z])
 
+        return matrix.T @ (root * second(flat_z, point, direction))
 
-def probabilities(logits: Array, jacobian: Array) -> tuple[Array, Array]:
-    p = softmax(logits)
-    mean = np.einsum("bc,bcn->bn", p, jacobian)
-    return p, p[..., None] * (jacobian - mean[:, None])
+    penalties = [
+        np.full(v.shape, 0.04 if v.regularizer else 0.0).ravel()
+        for v in model.trainable_variables
+    ]
+    loss = loss_of(model, case.x, case.y, sample_weight=case.weights)
+    return Reference(loss, rows, start, pull, ridge=np.concatenate(penalties))
 
 
 @pytest.mark.parametrize(
@@ -269,28 +253,7 @@ def test_steps(name: str) -> None:
             model.train_on_batch(case.x, case.y, sample_weight=case.weights)
             done.append(optimizer.last_step)
         got = get_flat(model)
-        penalties = [
-            np.full(v.shape, 0.04 if v.regularizer else 0.0).ravel()
-            for v in model.trainable_variables
-        ]
-        known: dict[bytes, list[tuple[Array, Array]]] = {}
-
-        def jacobians(point: Array) -> list[tuple[Array, Array]]:
-            """Value, logits as probabilities, and Jacobian of each output."""
-            if (key := point.tobytes()) not in known:
-                result = outputs_and_jacobians(model, case.x, point)
-                if case.loss is CASES["logits"].loss:
-                    result = [probabilities(*pair) for pair in result]
-                known[key] = result
-            return known[key]
-
-        reference = Reference(
-            loss_of(model, case.x, case.y, sample_weight=case.weights),
-            rows_of(jacobians, case),
-            start,
-            pull_of(jacobians, model, case),
-            ridge=np.concatenate(penalties),
-        )
+        reference = reference_of(model, case, start)
         for _ in range(STEPS):
             reference.step()
         set_flat(model, got)

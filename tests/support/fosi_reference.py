@@ -52,15 +52,6 @@ class Network:
         parts = [self.x.T @ h, h.sum(0), a.T @ g, g.sum(0)]
         return np.concatenate([np.ravel(part) for part in parts])
 
-    def losses(self, w: Array) -> Array:
-        """The loss of each row."""
-        p = self.forward(w)[2]
-        return -np.log(p[np.arange(len(p)), self.y])
-
-    def hits(self, w: Array) -> Array:
-        """True for each row that is classified rightly."""
-        return self.forward(w)[2].argmax(1) == self.y
-
     def hessian(self, w: Array) -> Array:
         """Return the Hessian by complex steps, exact up to rounding."""
         step = 1e-30
@@ -303,8 +294,6 @@ def assert_path(got: Array, want: Array, rtol: float) -> None:
 def assert_follows(
     optimizer: Any,
     program: Fosi,
-    steps: int = 10,
-    rtol: float = 1e-6,
     weight: Array | None = None,
     model_class: Any = keras.Sequential,
 ) -> Any:
@@ -312,6 +301,6 @@ def assert_follows(
     (x, y), model = data(), mlp(model_class)
     model.compile(optimizer, loss())
     rows, start = Network(x, y, weight=weight), flat(model).astype("float64")
-    want = program.run(rows.gradient, rows.hessian, start, steps)
-    assert_path(fit(model, x, y, steps, sample_weight=weight), want, rtol)
+    want = program.run(rows.gradient, rows.hessian, start, 10)
+    assert_path(fit(model, x, y, 10, sample_weight=weight), want, 1e-6)
     return model

@@ -116,15 +116,18 @@ def loss_of(model: Any, x: Any, y: Any, **kwargs: Any) -> Loss:
 
 
 def outputs_and_jacobians(
-    model: Any, x: Any, weights: Array
+    model: Any,
+    x: Any,
+    weights: Array,
+    read: Callable[[Any], Any] = tf.nest.flatten,
 ) -> list[tuple[Array, Array]]:
-    """Return the value and Jacobian of each output."""
+    """Return the value and Jacobian of each output, or of what is read."""
     set_flat(model, weights)
     variables = [v.value for v in model.trainable_variables]
     with tf.GradientTape(persistent=True) as tape:
-        outputs = model(x, training=True)
+        outputs = read(model(x, training=True))
     found = []
-    for output in tf.nest.flatten(outputs):
+    for output in outputs:
         parts = tape.jacobian(
             output,
             variables,

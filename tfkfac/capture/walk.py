@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 import keras
+import tensorflow as tf
 
 from tfkfac.capture.model_taps import ModelTap
 from tfkfac.capture.taps import Tap, forget_first_call
@@ -175,10 +176,18 @@ def detach(model: keras.Model, owner: object | None) -> None:
 def needs_loop(model: keras.Model) -> bool:
     """True if TensorFlow cannot vectorise a model's gradient over examples.
 
-    This is the case for grouped convolutions, and for recurrent layers with a
-    mask, or with weights before them. Examples then need a slow loop.
+    This is the case for grouped convolutions, for recurrent layers with a
+    mask, or with weights before them, and for `EinsumDense` (so also attention)
+    in float32 on a CPU. Examples then need a slow loop.
     """
     layers = [node.layer for node in walk(model)]
+    # oneDNN of TensorFlow 2.21 corrupts memory in the vectorised gradient.
+    is_einsum = any(
+        isinstance(x, keras.layers.EinsumDense) and x.compute_dtype == "float32"
+        for x in layers
+    )
+    if is_einsum and not tf.config.list_logical_devices("GPU"):
+        return True
     convolutions = [x for x in layers if isinstance(x, _CONVOLUTIONS)]
     if any(layer.groups > 1 for layer in convolutions):
         return True

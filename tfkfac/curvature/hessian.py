@@ -114,7 +114,7 @@ def naming_layers(model: keras.Model) -> Iterator[None]:
 
     Also refuses gradients of loops that would fail when they run.
     """
-    start = len(operations())
+    start, duplicate = len(operations()), None
     try:
         yield
     except LookupError as error:
@@ -125,18 +125,13 @@ def naming_layers(model: keras.Model) -> Iterator[None]:
         # redefines a function of the first. The message has its whole graph.
         if "duplicate function" not in error.message:
             raise
-        raise loop_without_second_derivative(model) from error
-    if any(map(is_legacy_gradient, operations()[start:])):
-        raise loop_without_second_derivative(model)
-
-
-def loop_without_second_derivative(model: keras.Model) -> NotImplementedError:
-    """Create the error for a loop over functions of TensorFlow 1."""
-    return NotImplementedError(
-        f"A loop of model '{model.name}' or of its loss, for example of "
-        "`keras.losses.CTC`, has no second derivative in TensorFlow: the "
-        f"gradient of its gradient cannot run.{ADVICE}"
-    )
+        duplicate = error
+    if duplicate or any(map(is_legacy_gradient, operations()[start:])):
+        raise NotImplementedError(
+            f"A loop of model '{model.name}' or of its loss, for example of "
+            "`keras.losses.CTC`, has no second derivative in TensorFlow: the "
+            f"gradient of its gradient cannot run.{ADVICE}"
+        ) from duplicate
 
 
 def no_second_derivative(

@@ -11,13 +11,7 @@ import tensorflow as tf
 from tfkfac.checks import check_count
 from tfkfac.compat.models import compiled_loss, loss_takes_training
 from tfkfac.curvature.hessian import flat_space, hessian_operator
-from tfkfac.linalg.lanczos import (
-    Lanczos,
-    Product,
-    combine,
-    random_vector,
-    ritz_pairs,
-)
+from tfkfac.linalg.lanczos import Lanczos, Product, random_vector, ritz_pairs
 from tfkfac.linalg.vectors import padded_size
 from tfkfac.loss.batch import training_call
 
@@ -115,11 +109,10 @@ def lanczos(
         vector = random_vector(size, seed, index + 1)
         return tf.pad(tf.cast(vector, start.dtype), padding)
 
-    iteration = Lanczos(product, size, draw)
-    tridiagonal, matrices = iteration.run(tf.pad(start, padding), steps)
-    pairs = ritz_pairs(tridiagonal, num_largest, num_smallest)
-    vectors = combine(matrices, tf.cast(pairs.weights, start.dtype))
-    values = tf.cast(pairs.values, start.dtype)
+    state = Lanczos(product, size, draw).run(tf.pad(start, padding), steps)
+    pairs = ritz_pairs(state.tridiagonal, num_largest, num_smallest)
+    values, weights = (tf.cast(x, start.dtype) for x in pairs)
+    vectors = tf.matmul(weights, state.basis)
     return values, tf.transpose(vectors[:, :size])
 
 

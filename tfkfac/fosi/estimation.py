@@ -4,7 +4,6 @@ An accelerator is a replica that only estimates curvature, over many steps
 (DHO2, section IV).
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -21,7 +20,6 @@ from tfkfac.linalg.lanczos import (
     Lanczos,
     Product,
     Tridiagonal,
-    combine,
     random_vector,
     ritz_pairs,
 )
@@ -76,19 +74,18 @@ class Estimation:
         local = self.shards.local_slice(vector, self.group.rank)
         return tf.cast(local, self.geometry.dtype)
 
-    def spectrum(
-        self, tridiagonal: Tridiagonal, matrices: Sequence[tf.Tensor]
-    ) -> Spectrum:
-        """Return the Ritz pairs of a tridiagonal matrix and the basis."""
-        geometry = self.geometry
-        pairs = ritz_pairs(tridiagonal, geometry.largest, geometry.smallest)
-        values, weights = (tf.cast(x, geometry.dtype) for x in pairs)
-        return Spectrum(values, combine(matrices, weights))
-
     def run(self, local: Product) -> Spectrum:
         """Run the whole estimation for a local operator."""
-        iteration = self.iteration(local)
-        return self.spectrum(*iteration.run(self.draw(-1), self.geometry.steps))
+        steps = self.geometry.steps
+        state = self.iteration(local).run(self.draw(-1), steps)
+        return spectrum(self.geometry, state)
+
+
+def spectrum(geometry: Geometry, state: Krylov) -> Spectrum:
+    """Return the Ritz pairs after the last Lanczos iteration."""
+    pairs = ritz_pairs(state.tridiagonal, geometry.largest, geometry.smallest)
+    values, weights = (tf.cast(x, geometry.dtype) for x in pairs)
+    return Spectrum(values, tf.matmul(weights, state.basis))
 
 
 def estimation_bytes(geometry: Geometry, replicas: int) -> int:
@@ -163,18 +160,20 @@ class Accelerator(Slots):
         dtype, steps = geometry.dtype, geometry.steps
         length = geometry.slices(count).length
         self.weights = self.slot("weights", [geometry.size], dtype)
-        self.basis = self.slot("basis", [steps, length], dtype)
-        self.tridiagonal = Tridiagonal(
-            self.slot("diagonal", [steps], dtype),
-            self.slot("coupling", [steps], dtype),
-            self.slot("kept", [steps], "bool", False),
-        )
-        self.candidate = Candidate(
-            self.slot("candidate", [length], dtype),
-            self.slot("candidate_length", (), dtype),
-            self.slot("candidate_fresh", (), "bool", False),
-            self.slot("candidate_scale", (), dtype),
-            self.slot("candidate_rows", (), "int32"),
+        self.krylov = Krylov(
+            self.slot("basis", [steps, length], dtype),
+            Tridiagonal(
+                self.slot("diagonal", [steps], dtype),
+                self.slot("coupling", [steps], dtype),
+                self.slot("kept", [steps], "bool", False),
+            ),
+            Candidate(
+                self.slot("candidate", [length], dtype),
+                self.slot("candidate_length", (), dtype),
+                self.slot("candidate_fresh", (), "bool", False),
+                self.slot("candidate_scale", (), dtype),
+                self.slot("candidate_rows", (), "int32"),
+            ),
         )
         self._held = HeldBatches()
 
@@ -209,19 +208,18 @@ class Accelerator(Slots):
             shares,
         )
         iteration = estimation.iteration(local_hessian)
-        basis, tridiagonal, candidate = self._state()
-        state = Krylov(copied_rows(basis), tridiagonal, candidate)
+        state = self._state()
+        state = state._replace(basis=copied_rows(state.basis))
         self._assign(iteration.advance(state, progress, target))
 
-    def _state(self) -> Any:
-        variables = Krylov(self.basis, self.tridiagonal, self.candidate)
-        return tf.nest.map_structure(tf.convert_to_tensor, variables)
+    def _state(self) -> Krylov:
+        """Return the values of the variables."""
+        state: Krylov = tf.nest.map_structure(tf.convert_to_tensor, self.krylov)
+        return state
 
     def _assign(self, state: Krylov) -> None:
-        variables = Krylov(self.basis, self.tridiagonal, self.candidate)
-        tf.nest.map_structure(lambda v, x: v.assign(x), variables, state)
+        tf.nest.map_structure(lambda v, x: v.assign(x), self.krylov, state)
 
-    def spectrum(self, estimation: Estimation) -> Spectrum:
+    def spectrum(self) -> Spectrum:
         """Return the Ritz pairs after the last Lanczos iteration."""
-        state = self._state()
-        return estimation.spectrum(state.tridiagonal, [state.basis])
+        return spectrum(self.geometry, self._state())

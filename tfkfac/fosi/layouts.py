@@ -1,12 +1,10 @@
 """Division of the matrix V of the directions among workers (layout)."""
 
-import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
-from typing_extensions import override
 
 from tfkfac.distributed.collectives import Communicator, all_reduce_bytes
 from tfkfac.linalg.vectors import padded_size, row_products
@@ -71,9 +69,11 @@ class Shards:
 # Function from coefficients `c = V^T g` to the coefficients p of a weight
 # change `V p`.
 SubspaceStep = Callable[[tf.Tensor], tf.Tensor]
-# Relative and absolute tolerance of `is_orthonormal_split`.
+# Relative and absolute tolerance of the check that V is orthonormal.
 _ROUNDING = 1e-2
 _TINY = 1e-30  # smaller squares may underflow
+_NUM_CHECKS = 2  # elements of the all-reduced vector of checks
+LAYOUTS = "rows", "columns"
 
 
 class Split(NamedTuple):
@@ -85,14 +85,6 @@ class Split(NamedTuple):
     step: tf.Tensor | None = None  # `V p` for a `SubspaceStep`
 
 
-def is_orthonormal_split(
-    g_square: tf.Tensor, c_square: tf.Tensor, remainder: tf.Tensor
-) -> tf.Tensor:
-    """True if `|g|^2 = |c|^2 + |g - V c|^2`, so V may be orthonormal."""
-    error = g_square - c_square - square(remainder)
-    return tf.abs(error) <= _ROUNDING * g_square + _TINY
-
-
 def square(vector: tf.Tensor) -> tf.Tensor:
     """`|x|^2`, in one pass over x."""
     return 2 * tf.nn.l2_loss(vector)
@@ -102,21 +94,6 @@ def zero_unless_finite(change: tf.Tensor) -> tf.Tensor:
     """Return a vector, or zeros if any element is not finite."""
     finite = tf.cast(tf.math.is_finite(square(change)), change.dtype)
     return tf.math.multiply_no_nan(change, finite)
-
-
-def combinations(
-    directions: tf.Tensor,
-    coefficients: tf.Tensor,
-    subspace_step: SubspaceStep | None,
-) -> list[tf.Tensor]:
-    """Return `V c`, and `V p` if a subspace step maps c to p."""
-    weights = [coefficients]
-    if subspace_step is not None:
-        weights.append(subspace_step(coefficients))
-    return tf.unstack(tf.matmul(tf.stack(weights), directions))
-
-
-_NUM_CHECKS = 2  # elements of `check_values`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,41 +116,52 @@ class Geometry:
         return Shards(self.size, count, padded_size)
 
 
-class Layout(abc.ABC):
+class Layout:
     """The block of V^T that each worker keeps.
 
-    `columns` divides the directions (rows of V^T), `elements` the elements of
-    each direction, and `slices` the vectors that Lanczos returns.
+    - "rows": a slice of every direction, like the Lanczos basis. Products with
+      V^T all-reduce r numbers; products with V all-gather slices. `project_out`
+      reduce-scatters the gradients, so gathering the remainder is the second
+      half of their all-reduce.
+    - "columns": whole directions, as published (DHO2, algorithm 3). Products
+      with V all-reduce a vector of length n.
     """
 
-    reduces_gradients: bool  # True if `project_out` sums local gradients
-    length: int  # of padded vectors, which are sliced without copies
-    # Bytes that a worker receives in `coefficients`, in `combine` (per vector
-    # in `ColumnsLayout`) and in `arrange`.
-    coefficients_bytes: int
-    combine_bytes: int
-    arrangement_bytes: int
-
-    def __init__(
-        self,
-        geometry: Geometry,
-        workers: int,
-        columns: Shards,
-        elements: Shards,
-    ) -> None:
+    def __init__(self, name: str, geometry: Geometry, workers: int) -> None:
+        self.by_rows = name == "rows"
         self.geometry = geometry
         self.workers = workers
-        self.columns = columns
-        self.elements = elements
-        self.slices = geometry.slices(workers)
         self.item = int(geometry.dtype.size)
-        self.shape = columns.length, elements.length  # of a block of V^T
+        # Division of the directions (rows of V^T), of the elements of each
+        # direction, and of the vectors that Lanczos returns.
+        self.slices = geometry.slices(workers)
+        self.columns = Shards(geometry.directions, workers)
+        self.elements = geometry.slices(1)
+        if self.by_rows:
+            self.columns = Shards(geometry.directions, 1)
+            self.elements = self.slices
+        self.shape = self.columns.length, self.elements.length  # of a block
+        # True if `project_out` sums local gradients.
+        self.reduces_gradients = self.by_rows and workers > 1
+        # Length of padded vectors, which are sliced without copies.
+        self.length = geometry.size
+        # Bytes that a worker receives in `coefficients`, in `combine` (per
+        # vector for "columns") and in `arrange`.
+        self.coefficients_bytes = self.arrangement_bytes = 0
+        if self.by_rows:
+            self.length = self.elements.padded_size
+            self.coefficients_bytes = self._reduce_bytes(geometry.directions)
+            combined = self.elements.length * (workers - 1)
+            self.combine_bytes = combined * self.item
+        else:
+            self.combine_bytes = self._reduce_bytes(geometry.size)
+            block = self.columns.length * self.slices.length
+            self.arrangement_bytes = block * (workers - 1) * self.item
 
     def ranges(self, rank: int) -> tuple[slice, slice]:
         """Return the directions and the elements of a worker's block of V^T."""
         return self.columns.local_range(rank), self.elements.local_range(rank)
 
-    @abc.abstractmethod
     def project_out(
         self,
         directions: tf.Tensor,
@@ -187,15 +175,49 @@ class Layout(abc.ABC):
         `gradient` is local if `reduces_gradients`, else the sum. The split is
         invalid on all workers if `state_valid` is False on any.
         """
+        invalid = tf.cast(tf.logical_not(state_valid), gradient.dtype)
+
+        def combinations(coefficients: tf.Tensor) -> list[tf.Tensor]:
+            """Return local terms of `V c`, and of `V p` for a step."""
+            weights = [coefficients]
+            if subspace_step is not None:
+                weights.append(subspace_step(coefficients))
+            return tf.unstack(tf.matmul(tf.stack(weights), directions))
+
+        if self.by_rows:
+            local = self.elements.reduce(gradient, group)
+            inner = row_products(directions, local)
+            checks = tf.stack([square(local), invalid])
+            coefficients, checks = group.all_reduce([inner, checks])
+            images = combinations(coefficients)
+            images[0] = local - images[0]
+            gathered = self.elements.gather_all(images, group)
+            remainder, *step = (x[: gradient.shape[0]] for x in gathered)
+            g_square, c_square = checks[0], square(coefficients)
+        else:
+            coefficients = self.coefficients(directions, gradient, group)
+            images = combinations(coefficients)
+            whole = [self.elements.gather(x, group) for x in images]
+            checks = tf.stack([square(coefficients), invalid])
+            projection, *step, checks = group.all_reduce([*whole, checks])
+            remainder = gradient - projection
+            g_square, c_square = square(gradient), checks[0]
+        # V may be orthonormal if `|g|^2 = |c|^2 + |g - V c|^2`.
+        error = g_square - c_square - square(remainder)
+        valid = tf.abs(error) <= _ROUNDING * g_square + _TINY
+        valid &= tf.equal(checks[1], 0)
+        return Split(coefficients, remainder, valid, *step)
 
     def coefficients(
         self, directions: tf.Tensor, vector: tf.Tensor, group: Communicator
     ) -> tf.Tensor:
         """Local elements of `V^T x` for a vector x that all workers have."""
         local = self.elements.local_slice(vector, group.rank)
-        return row_products(directions, local)
+        products = row_products(directions, local)
+        if self.by_rows:
+            (products,) = group.all_reduce([products])
+        return products
 
-    @abc.abstractmethod
     def combine(
         self,
         directions: tf.Tensor,
@@ -203,139 +225,21 @@ class Layout(abc.ABC):
         group: Communicator,
     ) -> tf.Tensor:
         """Return, on all workers, `V sum_i c_i` for local vectors c_i."""
-
-    @abc.abstractmethod
-    def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:
-        """Return the local block of V^T, given Lanczos slices `(r, n / C)`."""
-
-    @abc.abstractmethod
-    def projection_bytes(self, early_step: bool) -> int:
-        """Bytes received in a step, with a subspace step if `early_step`."""
-
-    def reduce_bytes(self, count: int) -> int:
-        """Bytes that a worker receives in an all-reduce of `count` numbers."""
-        return all_reduce_bytes(count * self.item, self.workers)
-
-
-class RowsLayout(Layout):
-    """A worker keeps a slice of every direction, like the Lanczos basis.
-
-    Products with V^T all-reduce r numbers; products with V all-gather slices.
-    `project_out` reduce-scatters the gradients, so gathering the remainder is
-    the second half of their all-reduce.
-    """
-
-    def __init__(self, geometry: Geometry, workers: int) -> None:
-        columns = Shards(geometry.directions, 1)
-        super().__init__(geometry, workers, columns, geometry.slices(workers))
-        self.reduces_gradients = workers > 1
-        self.length = self.elements.padded_size
-        self.coefficients_bytes = self.reduce_bytes(geometry.directions)
-        self.combine_bytes = self.elements.length * (workers - 1) * self.item
-        self.arrangement_bytes = 0
-
-    @override
-    def project_out(
-        self,
-        directions: tf.Tensor,
-        gradient: tf.Tensor,
-        group: Communicator,
-        subspace_step: SubspaceStep | None = None,
-        state_valid: tf.Tensor | bool = True,
-    ) -> Split:
-        local = self.elements.reduce(gradient, group)
-        coefficients, checks = group.all_reduce(
-            [row_products(directions, local), check_values(local, state_valid)]
-        )
-        images = combinations(directions, coefficients, subspace_step)
-        images[0] = local - images[0]
-        gathered = self.elements.gather_all(images, group)
-        remainder, *step = (x[: gradient.shape[0]] for x in gathered)
-        valid = is_orthonormal_split(checks[0], square(coefficients), remainder)
-        valid &= tf.equal(checks[1], 0)
-        return Split(coefficients, remainder, valid, *step)
-
-    @override
-    def coefficients(
-        self, directions: tf.Tensor, vector: tf.Tensor, group: Communicator
-    ) -> tf.Tensor:
-        local = super().coefficients(directions, vector, group)
-        (total,) = group.all_reduce([local])
-        return total
-
-    @override
-    def combine(
-        self,
-        directions: tf.Tensor,
-        weights: Sequence[tf.Tensor],
-        group: Communicator,
-    ) -> tf.Tensor:
-        local = tf.matmul(tf.add_n(list(weights))[None], directions)[0]
-        return self.elements.gather(local, group)
-
-    @override
-    def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:
-        return rows
-
-    @override
-    def projection_bytes(self, early_step: bool) -> int:
-        sums = (2 - early_step) * self.coefficients_bytes
-        return self.combine_bytes + sums + self.reduce_bytes(_NUM_CHECKS)
-
-
-class ColumnsLayout(Layout):
-    """A worker keeps whole directions, as published (DHO2, algorithm 3)."""
-
-    def __init__(self, geometry: Geometry, workers: int) -> None:
-        columns = Shards(geometry.directions, workers)
-        super().__init__(geometry, workers, columns, geometry.slices(1))
-        self.reduces_gradients = False
-        self.length = geometry.size
-        self.coefficients_bytes = 0
-        # Every product with V all-reduces a vector of length n.
-        self.combine_bytes = self.reduce_bytes(geometry.size)
-        block = columns.length * self.slices.length
-        self.arrangement_bytes = block * (workers - 1) * self.item
-
-    @override
-    def project_out(
-        self,
-        directions: tf.Tensor,
-        gradient: tf.Tensor,
-        group: Communicator,
-        subspace_step: SubspaceStep | None = None,
-        state_valid: tf.Tensor | bool = True,
-    ) -> Split:
-        coefficients = self.coefficients(directions, gradient, group)
-        images = combinations(directions, coefficients, subspace_step)
-        projection, *step, checks = group.all_reduce(
-            [
-                *(self.elements.gather(x, group) for x in images),
-                check_values(coefficients, state_valid),
-            ]
-        )
-        remainder = gradient - projection
-        valid = is_orthonormal_split(square(gradient), checks[0], remainder)
-        valid &= tf.equal(checks[1], 0)
-        return Split(coefficients, remainder, valid, *step)
-
-    @override
-    def combine(
-        self,
-        directions: tf.Tensor,
-        weights: Sequence[tf.Tensor],
-        group: Communicator,
-    ) -> tf.Tensor:
+        if self.by_rows:
+            local = tf.matmul(tf.add_n(list(weights))[None], directions)[0]
+            return self.elements.gather(local, group)
         sums = []
         for coefficients in weights:
             local = tf.matmul(coefficients[None], directions)[0]
             sums += group.all_reduce([self.elements.gather(local, group)])
         return tf.add_n(sums)
 
-    @override
     def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:
-        """See `Layout.arrange`: the re-partition (DHO2, figure 4)."""
-        if self.workers == 1:
+        """Return the local block of V^T, given Lanczos slices `(r, n / C)`.
+
+        For "columns" this is the re-partition (DHO2, figure 4).
+        """
+        if self.by_rows or self.workers == 1:
             return rows
         blocks = [
             tf.transpose(self.columns.local_slice(tf.transpose(rows), owner))
@@ -346,19 +250,14 @@ class ColumnsLayout(Layout):
         flat = tf.reshape(by_direction, [self.columns.length, -1])
         return self.elements.local_slice(flat[:, : self.geometry.size], 0)
 
-    @override
     def projection_bytes(self, early_step: bool) -> int:
-        sums = (3 - early_step) * self.combine_bytes
-        return sums + self.reduce_bytes(_NUM_CHECKS)
+        """Bytes received in a step, with a subspace step if `early_step`."""
+        received = self._reduce_bytes(_NUM_CHECKS)
+        if self.by_rows:
+            received += self.combine_bytes
+            return received + (2 - early_step) * self.coefficients_bytes
+        return received + (3 - early_step) * self.combine_bytes
 
-
-def check_values(vector: tf.Tensor, state_valid: tf.Tensor | bool) -> tf.Tensor:
-    """Return `|x|^2`, and 1 if this state is invalid, for an all-reduce."""
-    invalid = tf.cast(tf.logical_not(state_valid), vector.dtype)
-    return tf.stack([square(vector), invalid])
-
-
-LAYOUTS: dict[str, Callable[[Geometry, int], Layout]] = {
-    "rows": RowsLayout,
-    "columns": ColumnsLayout,
-}
+    def _reduce_bytes(self, count: int) -> int:
+        """Bytes that a worker receives in an all-reduce of `count` numbers."""
+        return all_reduce_bytes(count * self.item, self.workers)

@@ -15,7 +15,7 @@ from tfkfac.compat.graphs import Tracked, in_graph
 from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.distributed.collectives import all_reduce_bytes, gradient_bytes
 from tfkfac.fosi.estimation import Estimation, estimation_bytes
-from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
+from tfkfac.fosi.layouts import Geometry, Layout
 from tfkfac.fosi.subspace import (
     WARMUP_SHARE,
     InnerTraits,
@@ -178,7 +178,7 @@ class FOSIMethod(Method):
     def make_layout(self) -> Layout:
         """Create the layout of the directions among the workers."""
         # Replica 0 is a worker, so its peers are all workers.
-        return LAYOUTS[self.settings.layout](self.geometry, len(self.peers(0)))
+        return Layout(self.settings.layout, self.geometry, len(self.peers(0)))
 
     @override
     def create(self) -> Sequence[Tracked]:
@@ -232,7 +232,9 @@ class FOSIMethod(Method):
     def summary(self) -> list[str]:
         job, geometry, state = self.job, self.geometry, self.state_bytes()
         count = int(self.states[0].estimations.numpy()) if self.states else 0
-        first = self.first(int(job.clock))
+        estimations, warmup = str(count), self.timing.warmup(self.states)
+        if int(job.clock) <= warmup:
+            estimations += f", the first begins before update {warmup + 1:,}"
         roles = []
         if (replicas := job.topology.replicas) > 1:
             workers = self.peers(0)
@@ -250,7 +252,7 @@ class FOSIMethod(Method):
                 "smallest curvature",
             ),
             ("Lanczos steps", str(geometry.steps)),
-            ("Estimations", f"{count}, {first}" if first else str(count)),
+            ("Estimations", estimations),
             ("State: directions", bytes_text(state["directions"])),
             ("State: Lanczos basis", bytes_text(state["basis"])),
             ("State: copies", bytes_text(state["copies"])),
@@ -265,13 +267,6 @@ class FOSIMethod(Method):
         )
         return [title, "", *table(("", "Value"), rows)]
 
-    def first(self, updates: int) -> str:
-        """Describe when the first estimation runs; "" afterwards."""
-        warmup = self.timing.warmup(self.states)
-        if updates > warmup:
-            return ""
-        return f"the first before update {warmup + 1:,}"
-
     @override
     def state_bytes(self) -> dict[str, int]:
         layout = self.make_layout()
@@ -285,7 +280,7 @@ class FOSIMethod(Method):
         return sizes | {"total": sum(sizes.values())}
 
     def estimation_state_bytes(self, state: Any) -> dict[str, int]:
-        """Return "basis" and "copies" as in `FOSI.state_bytes`."""
+        """Return "basis" and "copies" as in `FOSI`."""
         layout = state.layout
         basis = layout.geometry.steps * layout.slices.length * layout.item
         return {"basis": basis, "copies": 0}

@@ -294,8 +294,7 @@ class MultiRoleMethod(FOSIMethod):
         def send() -> None:
             spectrum = None
             if state.accelerator is not None:
-                estimation = Estimation(geometry, peers, self.settings.seed)
-                spectrum = state.accelerator.spectrum(estimation)
+                spectrum = state.accelerator.spectrum()
             received = hand_over(spectrum, state.layout, self.roles, everyone)
             if received is not None:
                 update.adopt(state, *received, peers, self.job)
@@ -325,16 +324,6 @@ class MultiRoleMethod(FOSIMethod):
                 local.assign(tf.cast(value, local.dtype))
 
     # ----------------------------------------------------------- reporting
-    @override
-    def first(self, updates: int) -> str:
-        timing = self.timing
-        wait, interval = timing.warmup(self.states), timing.interval.get()
-        if is_number(interval):
-            wait += int(interval)  # duration of an estimation, in steps
-            return f"the first after update {wait:,}" if updates < wait else ""
-        text = f"the first begins before update {wait + 1:,}"
-        return text if updates <= wait else ""
-
     @override
     def estimation_state_bytes(self, state: RoleState) -> dict[str, int]:
         basis = copies = 0

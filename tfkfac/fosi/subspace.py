@@ -87,7 +87,9 @@ class Subspace(Slots):
         strong = tf.cast(is_strong(ritz_values), directions.dtype)
         mask = self.layout.columns.local_slice(strong, group.rank)[:, None]
         masked = directions * mask
-        for variable in self._projected_variables():
+        for variable in (self.momentum, self.accumulated):
+            if variable is None:
+                continue
             vector = self.combine([tf.convert_to_tensor(variable)], group)
             variable.assign(self.layout.coefficients(masked, vector, group))
         self.square.assign(tf.zeros_like(self.square))
@@ -104,11 +106,6 @@ class Subspace(Slots):
         projected = self.coefficients(inner_momentum, group)
         self.inner_momentum.assign(projected)
 
-    def _projected_variables(self) -> list[tf.Variable]:
-        """Coefficients that `replace` projects on the new directions."""
-        variables = self.momentum, self.accumulated
-        return [variable for variable in variables if variable is not None]
-
     def coefficients(self, vector: tf.Tensor, group: Communicator) -> tf.Tensor:
         """Return the local elements of `V^T x`."""
         return self.layout.coefficients(self.directions, vector, group)
@@ -120,10 +117,11 @@ class Subspace(Slots):
         subspace_step: SubspaceStep | None = None,
     ) -> Split:
         """Split the gradient by `Layout.project_out`."""
-        state = [self.ritz_values, self.square, *self._projected_variables()]
-        if self.inner_momentum is not None:
-            state.append(self.inner_momentum)
-        state_valid = all_finite([tf.convert_to_tensor(x) for x in state])
+        always = self.ritz_values, self.square, self.momentum
+        state = *always, self.accumulated, self.inner_momentum
+        state_valid = all_finite(
+            [tf.convert_to_tensor(x) for x in state if x is not None]
+        )
         return self.layout.project_out(
             self.directions, gradient, group, subspace_step, state_valid
         )

@@ -257,6 +257,11 @@ class GaussNewtonMethod(Method):
     # --------------------------------------------------- binding and state
     @override
     def attach(self, job: Job) -> None:
+        if job.scaling.scaler is not None:
+            raise ValueError(
+                "A `LossScaleOptimizer` must not wrap `GaussNewton`, which "
+                "needs float32 or float64."
+            )
         self.job = job
         train_without_xla(
             job.model,

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -57,13 +57,9 @@ class GaussNewton(SecondOrderOptimizer):
     model.fit(x, y, batch_size=len(x), epochs=50)
     ```
 
-    Small errors need float64. A network for Poisson's equation on a square
-    (64 units of tanh) reached an error of 7e-7 in 6, 2e-9 in 20 and
-    4e-11 in 60 wall seconds on one core (medians of three seeds). The work of
-    a step is O(m n min(m, n)) for m residuals (examples times outputs);
-    `summary()` shows its memory. Do not use it for classifiers with 10^4 or
-    more weights. It overfits small noisy data. For functions with many waves,
-    such as sin(20 x) e^x on [-1, 1], the error stays high for about 100 steps.
+    Small errors need float64. The work of a step is O(m n min(m, n)) for m
+    residuals (examples times outputs); `summary()` shows its memory. Do not use
+    it for classifiers with 10^4 or more weights. It overfits small noisy data.
 
     The residuals of a mean squared error are the errors, with the sample
     weights, masks, loss weights and outputs of `fit`. For cross-entropies and
@@ -78,9 +74,9 @@ class GaussNewton(SecondOrderOptimizer):
     Models without residuals of single examples raise an error that names the
     layer or loss: batch normalisation in training, dropout, losses added by
     layers, absolute and Huber errors, constraints, regularisers other than L2,
-    half precision. Grouped convolutions, and recurrent layers with a mask or
-    with weights before them, are slow, because TensorFlow cannot vectorise
-    them over examples.
+    half precision. Grouped convolutions, recurrent layers with a mask or with
+    weights before them, and attention in float32 on a CPU are slow, because
+    TensorFlow cannot vectorise them over examples.
 
     With several replicas, J^T J and J^T r, n (n + 3) / 2 scalars, are summed
     over the replicas. `state_bytes()` has the keys "previous_step" and
@@ -150,33 +146,6 @@ class GaussNewton(SecondOrderOptimizer):
         config = super().get_config()
         inner = config.pop("inner_optimizer")
         return config | {"learning_rate": inner["config"]["learning_rate"]}
-
-    def attach(
-        self,
-        model: keras.Model,
-        *,
-        loss_terms: int | Callable[[], tf.Tensor] | None = None,
-        loss_scaler: Any = None,
-    ) -> Self:
-        """Bind the optimizer to the model that it will train.
-
-        See `tfkfac.KFAC.attach`. Custom training loops have to compute the
-        loss by `model.compute_loss`.
-
-        Args:
-            model: The model.
-            loss_terms: See `tfkfac.KFAC.attach`.
-            loss_scaler: Must be None.
-
-        Raises:
-            ValueError: If a `LossScaleOptimizer` wraps this optimizer.
-        """
-        if loss_scaler is not None:
-            raise ValueError(
-                "A `LossScaleOptimizer` must not wrap `GaussNewton`, which "
-                "needs float32 or float64."
-            )
-        return super().attach(model, loss_terms=loss_terms)
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:

@@ -5,7 +5,7 @@ all devices.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -15,33 +15,6 @@ from tfkfac.linalg.tensors import nan_unless, rounding
 from tfkfac.linalg.vectors import row_products
 
 Product = Callable[[tf.Tensor], tf.Tensor]
-
-# Rows per matrix of the basis in eager mode; full matrices are stacked once.
-_BLOCK_ROWS = 8
-
-
-def coefficients(matrices: Sequence[tf.Tensor], vector: tf.Tensor) -> tf.Tensor:
-    """Inner products of all rows of the matrices with a vector."""
-    return tf.concat([row_products(m, vector) for m in matrices], 0)
-
-
-def combine(matrices: Sequence[tf.Tensor], weights: tf.Tensor) -> tf.Tensor:
-    """Compute k linear combinations of all rows; weights are `(k, rows)`."""
-    return tf.add_n(_terms(matrices, weights))
-
-
-def _terms(
-    matrices: Sequence[tf.Tensor], weights: tf.Tensor
-) -> list[tf.Tensor]:
-    splits = tf.split(weights, [tf.shape(m)[0] for m in matrices], axis=1)
-    return [tf.matmul(w, m) for m, w in zip(matrices, splits, strict=True)]
-
-
-class Basis(NamedTuple):
-    """The rows of the Krylov basis, split over several matrices."""
-
-    matrices: Sequence[tf.Tensor]
-    previous: tf.Tensor  # second to last row
 
 
 class Residual(NamedTuple):
@@ -64,7 +37,7 @@ class Candidate(NamedTuple):
 
 
 class Tridiagonal(NamedTuple):
-    """Tridiagonal matrix, or its new elements in one iteration."""
+    """Elements of the tridiagonal matrix."""
 
     diagonal: tf.Tensor
     coupling: tf.Tensor  # Off-diagonal element between a row and the next.
@@ -98,100 +71,56 @@ class Lanczos:
     draw: Callable[[tf.Tensor], tf.Tensor]
     reduce: Product = tf.identity  # sum over all devices
 
-    def run(
-        self, vector: tf.Tensor, steps: int
-    ) -> tuple[Tridiagonal, list[tf.Tensor]]:
-        """Run `steps` iterations; return tridiagonal matrix and basis rows."""
-        if tf.executing_eagerly():
-            # Use lists of rows: `set_row` would copy the basis.
-            # AutoGraph refuses annotations of variables in a branch.
-            blocks, rows = list[tf.Tensor](), list[tf.Tensor]()
-
-            def add(row: tf.Tensor) -> Basis:
-                previous = rows[-1] if rows else row
-                if len(rows) == _BLOCK_ROWS:
-                    blocks.append(tf.stack(rows))
-                    rows.clear()
-                rows.append(row)
-                return Basis([*blocks, tf.stack(rows)], previous)
-
-            candidate, elements = self.start(vector), []
-            for index in map(tf.constant, range(steps)):
-                new, candidate = self.iterate(add, candidate, index)
-                elements.append(new)
-            vectors = [tf.stack(x) for x in zip(*elements, strict=True)]
-            return Tridiagonal(*vectors), [*blocks, tf.stack(rows)]
-        state = self.advance(self.begin(vector, steps), 0, steps)
-        return state.tridiagonal, [state.basis]
+    def run(self, vector: tf.Tensor, steps: int) -> Krylov:
+        """Run `steps` iterations from a start vector (shard)."""
+        return self.advance(self.begin(vector, steps), 0, steps)
 
     def begin(self, vector: tf.Tensor, steps: int) -> Krylov:
         """Return the initial state for a start vector (shard) and `steps`."""
-        zeros = tf.zeros([steps], vector.dtype)
+        square = self.reduce(2 * tf.nn.l2_loss(vector)[None])[0]
+        usable = (square > 0) & tf.math.is_finite(square)
+        first, zeros = tf.constant(0), tf.zeros([steps], vector.dtype)
+        start = tf.cond(usable, lambda: vector, lambda: self.draw(first))
+        length = tf.where(usable, tf.sqrt(square), tf.ones_like(square))
         return Krylov(
             new_rows(steps, vector.shape[0], vector.dtype),
             Tridiagonal(zeros, zeros, tf.zeros([steps], tf.bool)),
-            self.start(vector),
+            Candidate(start, length, ~usable, tf.zeros_like(square), first),
         )
 
     def advance(
         self, state: Krylov, first: int | tf.Tensor, end: int | tf.Tensor
     ) -> Krylov:
-        """Run iterations `first` to `end - 1`; for graphs only."""
+        """Run iterations `first` to `end - 1`, integers in eager mode."""
+        if tf.executing_eagerly():  # the product may be no graph function
+            for index in range(first, end):
+                state = self._iterate(tf.constant(index), state)
+            return state
+        return repeat(self._iterate, state, first, end)
 
-        def iterate(index: tf.Tensor, state: Krylov) -> Krylov:
-            is_current = tf.range(state.basis.shape[0]) == index
-            bases: list[tf.Tensor] = []
-
-            def add(row: tf.Tensor) -> Basis:
-                basis = set_row(state.basis, index, row)
-                bases.append(basis)
-                # Keep all rows for XLA, which needs a fixed shape: zeros add 0.
-                rows = basis if in_xla() else basis[: index + 1]
-                return Basis([rows], basis[tf.maximum(index - 1, 0)])
-
-            new, candidate = self.iterate(add, state.candidate, index)
-            vectors = [
-                tf.where(is_current, element, vector)
-                for element, vector in zip(new, state.tridiagonal, strict=True)
-            ]
-            return Krylov(bases[0], Tridiagonal(*vectors), candidate)
-
-        return repeat(iterate, state, first, end)
-
-    def start(self, vector: tf.Tensor) -> Candidate:
-        """First candidate for a start vector (shard)."""
-        square = self.reduce(2 * tf.nn.l2_loss(vector)[None])[0]
-        usable = (square > 0) & tf.math.is_finite(square)
-        first = tf.constant(0)
-        vector = tf.cond(usable, lambda: vector, lambda: self.draw(first))
-        length = tf.where(usable, tf.sqrt(square), tf.ones_like(square))
-        return Candidate(vector, length, ~usable, tf.zeros_like(square), first)
-
-    def iterate(
-        self,
-        add: Callable[[tf.Tensor], Basis],
-        candidate: Candidate,
-        index: tf.Tensor,
-    ) -> tuple[Tridiagonal, Candidate]:
-        """Run one iteration; `add` adds a row and returns the basis."""
-        vector, length, fresh = candidate[:3]
+    def _iterate(self, index: tf.Tensor, state: Krylov) -> Krylov:
+        """Add a row to the basis and find the next candidate."""
+        vector, length, fresh, scale, num_rows = state.candidate
         # A fresh candidate has a row of zeros, and is its own product.
         row = vector * tf.where(fresh, tf.zeros_like(length), 1 / length)
         product = self.product(row)
         image = tf.cond(fresh, lambda: vector, lambda: product)
-        matrices, previous = add(row)
+        basis = set_row(state.basis, index, row)
+        # Keep all rows for XLA, which needs a fixed shape: zeros add 0.
+        rows = basis if in_xla() else basis[: index + 1]
+        previous = basis[tf.maximum(index - 1, 0)]
         # The first row, and a row after a breakdown, have no coupling.
         uncoupled = fresh | tf.equal(index, 0)
         before = tf.where(uncoupled, 0 * length, length)
         image -= before * previous
-        component = self.reduce(coefficients([row[None]], image))[0]
-        residual = self._project_out(matrices, image - component * row, index)
+        component = self.reduce(row_products(row[None], image))[0]
+        residual = self._project_out(rows, image - component * row, index)
         # Project at most twice (Kahan): a vector that is short after the second
         # pass lies in the span of the rows.
         residual = tf.cond(
             residual.is_short,
             lambda: self._project_out(
-                matrices, residual.image, index, residual.last_component
+                rows, residual.image, index, residual.last_component
             ),
             lambda: residual,
         )
@@ -199,9 +128,9 @@ class Lanczos:
         # The coupling to the next row, and the next candidate.
         length = tf.sqrt(tf.maximum(residual.square, 0))
         ones, zeros = tf.ones_like(length), tf.zeros_like(length)
-        num_rows = candidate.rows + tf.cast(~fresh, tf.int32)
+        num_rows += tf.cast(~fresh, tf.int32)
         largest = tf.where(fresh, zeros, tf.maximum(abs(diagonal), length))
-        scale = tf.maximum(candidate.scale, largest)
+        scale = tf.maximum(scale, largest)
         noise = 10 * rounding(length.dtype) * tf.where(fresh, ones, scale)
         is_breakdown = (length <= noise) | residual.is_short
         is_breakdown |= num_rows >= self.size
@@ -211,26 +140,31 @@ class Lanczos:
             is_breakdown, lambda: self.draw(index + 1), lambda: residual.image
         )
         length = tf.where(is_breakdown, ones, length)
-        return Tridiagonal(diagonal, coupling, ~fresh), Candidate(
-            vector, length, is_breakdown, scale, num_rows
+        is_current = tf.range(basis.shape[0]) == index
+        elements = zip(
+            (diagonal, coupling, ~fresh), state.tridiagonal, strict=True
+        )
+        return Krylov(
+            basis,
+            Tridiagonal(*(tf.where(is_current, x, y) for x, y in elements)),
+            Candidate(vector, length, is_breakdown, scale, num_rows),
         )
 
     def _project_out(
         self,
-        matrices: Sequence[tf.Tensor],
+        rows: tf.Tensor,
         image: tf.Tensor,
         index: tf.Tensor,
         component: float | tf.Tensor = 0.0,
     ) -> Residual:
         """Subtract the components along all rows; sum those along `index`."""
         square = 2 * tf.nn.l2_loss(image)
-        sums = tf.concat([coefficients(matrices, image), square[None]], 0)
+        sums = tf.concat([row_products(rows, image), square[None]], 0)
         sums = self.reduce(sums)
         components, square = sums[:-1], sums[-1]
         removed = tf.reduce_sum(components * components)
-        terms = _terms(matrices, -components[None])
         return Residual(
-            tf.add_n([image[None], *terms])[0],
+            image - tf.matmul(components[None], rows)[0],
             square - removed,
             2 * removed > square,
             component + components[index],
