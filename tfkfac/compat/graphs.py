@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.eager import record
@@ -211,20 +211,10 @@ def is_legacy_gradient(operation: tf.Operation) -> bool:
     return any(node.op == "SymbolicGradient" for node in nodes)
 
 
-if TYPE_CHECKING:
-
-    class Tracked:
-        """Typed stand-in for `tf.Module`, which type checkers see as `Any`."""
-
-        variables: Sequence[tf.Variable]
-
-        def __init__(self, name: str | None = None) -> None: ...
-
-else:
-    # This relies on `tf.train.Checkpoint` finding variables in the attributes
-    # of an optimizer or `tf.Module`, and in lists and tuples there, but not in
-    # dictionaries.
-    Tracked = tf.Module
+# This relies on `tf.train.Checkpoint` finding variables in the attributes of an
+# optimizer or `tf.Module`, and in lists and tuples there, but not in
+# dictionaries.
+Tracked: TypeAlias = tf.Module
 
 
 def replica_copy(variable: Any) -> tf.Variable:
