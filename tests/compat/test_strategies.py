@@ -42,25 +42,17 @@ def build_two_heads() -> Any:
     """Dictionaries in and out, with dtypes that have no mean."""
     inputs = {
         "image": keras.Input((2, 2), dtype="uint8", name="image"),
-        "flag": keras.Input((1,), dtype="bool", name="flag"),
         "word": keras.Input((1,), dtype="string", name="word"),
-        "token": keras.Input((1,), dtype="int64", name="token"),
     }
     words = layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")
-    features = [
-        layers.Flatten()(layers.Rescaling(1 / 255)(inputs["image"])),
-        keras.ops.cast(inputs["flag"], "float32"),
-        words(inputs["word"]),
-        layers.Flatten()(layers.Embedding(5, 3)(inputs["token"])),
-    ]
-    joined = layers.Concatenate()(features)
+    pixels = layers.Flatten()(layers.Rescaling(1 / 255)(inputs["image"]))
+    joined = layers.Concatenate()([pixels, words(inputs["word"])])
     number = layers.Dense(1, name="number")(joined)
     label = layers.Dense(2, "softmax", name="label")(joined)
     model = keras.Model(inputs, {"number": number, "label": label})
     model.compile(
         "adam",
         {"number": "mse", "label": "sparse_categorical_crossentropy"},
-        loss_weights={"number": 0.5, "label": 2.0},
         metrics={"number": ["mae"], "label": ["accuracy"]},
     )
     return model
@@ -89,9 +81,7 @@ def structures(rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
     rng = np.random.default_rng(0)
     features = {
         "image": rng.integers(256, size=(rows, 2, 2)).astype("uint8"),
-        "flag": rng.integers(2, size=(rows, 1)).astype(bool),
         "word": tf.constant(rng.choice(["a", "b"], size=(rows, 1))),
-        "token": rng.integers(5, size=(rows, 1)),
     }
     targets = {
         "number": rng.normal(size=(rows, 1)).astype("float32"),

@@ -210,7 +210,8 @@ def override_averages(
     The wrapper is called as `wrapper(below, optimizer)`. Repeated calls for a
     callback have no effect. This relies on `_tf_swap_variables` and
     `_tf_finalize_ema_values`, which process the variables of the optimizer that
-    is their argument.
+    is their argument, and on the callback only checking that the model's
+    optimizer has `use_ema` and `_model_variables_moving_average`.
     """
     names = "_tf_swap_variables", "_tf_finalize_ema_values"
     keep_on(

@@ -101,19 +101,6 @@ def rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
     return optimizer._learning_rate
 
 
-def averages_of(
-    optimizer: keras.optimizers.Optimizer,
-) -> dict[Hashable, keras.Variable]:
-    """Return the averages of an optimizer with `use_ema`, by variable key.
-
-    This relies on `_model_variables_moving_average`, in the order of
-    `_trainable_variables`.
-    """
-    averages = optimizer._model_variables_moving_average
-    keys = [variable_key(optimizer, v) for v in trainable_variables(optimizer)]
-    return dict(zip(keys, averages, strict=True))
-
-
 def raw_iterations(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     """Return `_iterations`, the variable that counts the calls of `apply`.
 

@@ -125,8 +125,7 @@ def _supervise(
             stack.enter_context(as_errors())
             if (detector := find_detector(strategy)) is not None:
                 stack.enter_context(detector.training())
-            plan = optimizer.plan
-            stack.callback(lambda: plan.end_fit(optimizer.num_updates))
+            stack.callback(optimizer.plan.end_fit)
             for callback in callbacks:
                 if isinstance(callback, contextlib.AbstractContextManager):
                     stack.enter_context(callback)
