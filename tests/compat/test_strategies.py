@@ -132,7 +132,7 @@ class Recorder(keras.Model):
 def seen_rows() -> list[dict[int, int]]:
     """Count the rows that `fit`, validation and `evaluate` see.
 
-    supervision/test_comparison.py has arrays and datasets.
+    supervision/test_comparison.py has two workers, arrays and datasets.
     """
     with repair(strategy()).scope():
         model = Recorder()
@@ -267,11 +267,10 @@ def test_equals_a_single_process(on_workers: Any) -> None:
     "`fit` and `evaluate` call `_maybe_symbolic_build` with an iterator that"
     " has a `_distributed_dataset`.",
 )
-@pytest.mark.parametrize("where", ["two", "mirrored"])
+@pytest.mark.parametrize("where", ["mirrored"])
 def test_every_row_once(on_workers: Any, where: str) -> None:
-    for counts in zip(*on_workers(where, seen_rows), strict=True):
-        total = sum(map(collections.Counter, counts), collections.Counter())
-        assert total == collections.Counter(range(ROWS))
+    (counts,) = on_workers(where, seen_rows)
+    assert counts == [dict.fromkeys(range(ROWS), 1)] * 4
 
 
 @pytest.mark.parametrize("where", ["two", "mirrored"])
