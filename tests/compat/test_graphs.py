@@ -17,7 +17,6 @@ from tfkfac.compat.graphs import (
     Tracked,
     before_relu,
     copied_rows,
-    in_current_graph,
     in_xla,
     is_constant_to_tapes,
     is_copy,
@@ -263,24 +262,6 @@ def test_gradients_of_legacy_loops() -> None:
 
     assert has_legacy_gradient(loop)
     assert not has_legacy_gradient(layer)
-
-
-def test_tensors_of_outer_graphs() -> None:
-    """Tensors of the current graph are not copied."""
-
-    @tf.function(autograph=False)
-    def step(x: Any) -> Any:
-        def branch() -> Any:
-            local = in_current_graph(x)
-            assert local is not x
-            assert in_current_graph(local) is local
-            return local
-
-        return tf.cond(x > 0, branch, lambda: x)
-
-    x = tf.constant(3.0)
-    assert float(step(x)) == 3
-    assert in_current_graph(x) is x
 
 
 # ------------------------------------------------------ rows and variables

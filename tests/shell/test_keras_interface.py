@@ -158,15 +158,6 @@ def test_refused_members(name: str, make: Any) -> None:
             assert getattr(changed.inner_optimizer, name) == value
 
 
-def test_clipping_of_the_inner_optimizer() -> None:
-    """A norm of 1e-9 stops the training."""
-    model = compiled(tfkfac.KFAC(SGD(0.1, clipnorm=1e-9)))
-    before = model.get_weights()
-    train(model, 0, 3)
-    for value, want in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_allclose(value, want, atol=1e-7)
-
-
 # --------------------------------------------------------------- weight decay
 DECAY, RATE, STEPS = 0.5, 0.1, 2
 

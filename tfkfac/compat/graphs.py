@@ -90,15 +90,6 @@ def repeat(
     return not_inlined(loop)(state, *bounds)
 
 
-def in_current_graph(
-    tensor: tf.Tensor | tf.IndexedSlices,
-) -> tf.Tensor | tf.IndexedSlices:
-    """Return a tensor, or its identity if it is of an outer graph."""
-    graph = tf.compat.v1.get_default_graph()
-    is_local = tf.executing_eagerly() or tensor.graph is graph
-    return tensor if is_local else tf.identity(tensor)
-
-
 def before_relu(tensor: tf.Tensor) -> tf.Tensor:
     """Return the input of a relu; another tensor itself, as in eager mode."""
     if isinstance(tensor, ops.EagerTensor) or tensor.op.type != "Relu":
