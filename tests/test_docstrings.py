@@ -126,7 +126,7 @@ def test_example_runs(
 
     monkeypatch.setattr(keras.Model, "fit", short)
     monkeypatch.chdir(tmp_path)
-    x = np.linspace(-1.0, 1.0, 64, dtype="float32")[:, None]
+    x = np.linspace(-1.0, 1.0, 32, dtype="float32")[:, None]
     y = np.sin(3 * x)
     model = keras.Sequential(
         [

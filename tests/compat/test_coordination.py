@@ -34,7 +34,7 @@ def use_store() -> list[Any]:
     results.append(get_text("absent", 0.5))
     assert 0.4 < time.monotonic() - start < 10
     if rank == 1:
-        subprocess.Popen(["sh", "-c", f"sleep 15; kill -CONT {os.getpid()}"])
+        subprocess.Popen(["sh", "-c", f"sleep 10; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
         return results
     assert silent_workers() == []

@@ -116,24 +116,3 @@ def test_calls_of_any_size_are_traced_once_per_rank() -> None:
     assert matrix.numpy().tolist() == [[2]]
     assert shapes == [[None], [None, None]]
     assert list(call(2)) == [2, 2]
-
-
-@contract(
-    SHARED,
-    "An error in a called function names the operation that calls it.",
-)
-def test_errors_in_shared_calls_name_the_call() -> None:
-    def checked(x: Any) -> Any:
-        return tf.debugging.check_numerics(tf.sqrt(x), "a root")
-
-    @tf.function(autograph=False)
-    def step(x: Any) -> Any:
-        with tf.name_scope("first"):
-            root = shared_call("checked", checked, x)
-        with tf.name_scope("second"):
-            return root + shared_call("checked", checked, -x)
-
-    with pytest.raises(tf.errors.InvalidArgumentError) as error:
-        step(tf.constant(3.0))
-    assert "second/Call" in str(error.value)
-    assert "first/" not in str(error.value)

@@ -38,9 +38,6 @@ def test_tapes_use_the_custom_gradient(graph: bool) -> None:
     run = tf.function(derivatives, autograph=False) if graph else derivatives
     np.testing.assert_allclose(run(tf.constant(2.0)), [8, 40, 60, 30])
     assert set(ops.gradient_registry.list()) == before
-
-
-def test_forward_mode() -> None:
     x = tf.constant(2.0)
     with tf.autodiff.ForwardAccumulator(x, tf.constant(1.0)) as accumulator:
         value = cube(x)

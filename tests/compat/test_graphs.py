@@ -17,7 +17,6 @@ from tfkfac.compat.graphs import (
     Tracked,
     before_relu,
     copied_rows,
-    in_current_graph,
     in_xla,
     is_constant_to_tapes,
     is_copy,
@@ -93,7 +92,6 @@ def test_graphs_of_branches(jit: bool) -> None:
 
 Operation = Callable[[Any], Any]
 COPIES: list[Operation] = [
-    lambda x: x,
     lambda x: x[..., :1],
     lambda x: keras.ops.reshape(x, (-1,)),
     lambda x: keras.ops.expand_dims(x, 0),
@@ -107,28 +105,19 @@ OTHERS: list[Operation] = [keras.ops.relu, lambda x: 2 * x, tf.transpose]
     "compat.graphs.is_copy",
     "A view, a slice and a cast of Keras are single operations of a graph.",
 )
-def test_copies() -> None:
-    def check(x: Any) -> Any:
-        is_eager = tf.executing_eagerly()
-        assert is_copy(x, x)
-        for copy in COPIES[1:]:
-            assert is_copy(copy(x), x) == (not is_eager)
-        assert not any(is_copy(other(x), x) for other in OTHERS)
-        return x
-
-    check(tf.ones([3, 2]))
-    tf.function(check, autograph=False)(tf.ones([3, 2]))
-
-
 @contract(
     "compat.graphs.before_relu",
     "`relu` of Keras is the operation `Relu` of its argument.",
 )
-def test_before_relu() -> None:
+def test_copies_and_relu() -> None:
     def check(x: Any) -> Any:
-        y = keras.activations.relu(x)
-        z = keras.activations.tanh(x)
-        assert before_relu(y) is (y if tf.executing_eagerly() else x)
+        is_eager = tf.executing_eagerly()
+        assert is_copy(x, x)
+        for copy in COPIES:
+            assert is_copy(copy(x), x) == (not is_eager)
+        assert not any(is_copy(other(x), x) for other in OTHERS)
+        y, z = keras.activations.relu(x), keras.activations.tanh(x)
+        assert before_relu(y) is (y if is_eager else x)
         assert before_relu(z) is z
         return x
 
@@ -275,30 +264,23 @@ def test_gradients_of_legacy_loops() -> None:
     assert not has_legacy_gradient(layer)
 
 
-def test_tensors_of_outer_graphs() -> None:
-    """Tensors of the current graph are not copied."""
-
-    @tf.function(autograph=False)
-    def step(x: Any) -> Any:
-        def branch() -> Any:
-            local = in_current_graph(x)
-            assert local is not x
-            assert in_current_graph(local) is local
-            return local
-
-        return tf.cond(x > 0, branch, lambda: x)
-
-    x = tf.constant(3.0)
-    assert float(step(x)) == 3
-    assert in_current_graph(x) is x
-
-
 # ------------------------------------------------------ rows and variables
 COUNT, LENGTH = 5, 3
 
 
-def fill(start: Any) -> Any:
+@pytest.mark.parametrize("start", ["new", "copied", "xla"])
+@contract(
+    "compat.graphs.set_row",
+    "`Empty` returns new zeros in each run, and `InplaceUpdate` changes one"
+    " row.",
+)
+@contract(
+    "compat.graphs.copied_rows",
+    "`DeepCopy` of a variable is independent of the variable.",
+)
+def test_rows(start: str) -> None:
     """Write the rows 1, 2, ... one by one, and sum them."""
+    kept = tf.Variable(tf.zeros([COUNT, LENGTH]))
 
     def body(index: Any, state: Any) -> Any:
         matrix, total = state
@@ -306,39 +288,19 @@ def fill(start: Any) -> Any:
         matrix = set_row(matrix, index, row)
         return matrix, total + tf.reduce_sum(matrix[: index + 1])
 
-    return repeat(body, (start(), tf.constant(0.0)), 0, COUNT)
+    @tf.function(autograph=False, jit_compile=start == "xla")
+    def run() -> Any:
+        rows = new_rows(COUNT, LENGTH, tf.float32)
+        if start == "copied":
+            rows = copied_rows(kept.read_value())
+        return repeat(body, (rows, tf.constant(0.0)), 0, COUNT)
 
-
-@pytest.mark.parametrize("xla", [False, True])
-@contract(
-    "compat.graphs.set_row",
-    "`Empty` returns new zeros in each run, and `InplaceUpdate` changes one"
-    " row.",
-)
-def test_rows(xla: bool) -> None:
-    def start() -> Any:
-        return new_rows(COUNT, LENGTH, tf.float32)
-
-    run = tf.function(lambda: fill(start), autograph=False, jit_compile=xla)
     want = np.repeat(np.arange(1.0, COUNT + 1)[:, None], LENGTH, 1)
     for _ in range(2):
         matrix, total = run()
         np.testing.assert_array_equal(matrix, want)
         assert float(total) == want.cumsum(0).sum()
-
-
-@contract(
-    "compat.graphs.copied_rows",
-    "`DeepCopy` of a variable is independent of the variable.",
-)
-def test_copied_rows() -> None:
-    kept = tf.Variable(tf.ones([COUNT, LENGTH]))
-    run = tf.function(
-        lambda: fill(lambda: copied_rows(kept.read_value())), autograph=False
-    )
-    matrix, _ = run()
-    assert float(matrix[4, 0]) == COUNT
-    np.testing.assert_array_equal(kept, np.ones([COUNT, LENGTH]))
+    np.testing.assert_array_equal(kept, np.zeros([COUNT, LENGTH]))
 
 
 class Part(Tracked):

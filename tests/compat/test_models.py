@@ -23,7 +23,6 @@ from tfkfac.compat.models import (
     has_keras_call,
     input_specs,
     kept_losses,
-    last_layers,
     loss_layers,
     loss_takes_training,
     mask_of,
@@ -295,44 +294,6 @@ def test_layers_in_layers() -> None:
     assert result[0] is layer
     whole = layer, *direct, inner.layers[0]
     assert {id(x) for x in result} == {id(x) for x in whole}
-
-
-@contract(
-    "compat.models.last_layers",
-    "`_keras_history` tells the operation, and which of its `_inbound_nodes`.",
-)
-def test_last_layers() -> None:
-    inputs = keras.Input((3,))
-    first, second = layers.Dense(3), layers.Dense(3)
-    hidden = second(first(inputs))
-    # Layers without weights are skipped, in both branches.
-    outputs = layers.Softmax()(keras.ops.tanh(hidden) + first(inputs))
-    model = keras.Model(inputs, outputs)
-    assert {id(x) for x in last_layers(model)} == {id(first)}
-    both = keras.Model(inputs, {"a": hidden, "b": outputs})
-    assert last_layers(both) == [second, first]
-    # The order of calls matters, not the order of creation.
-    again = keras.Model(inputs, first(layers.ReLU()(hidden)))
-    assert last_layers(again) == [first]
-    assert last_layers(keras.Sequential([again, layers.ReLU()])) == [first]
-    assert not last_layers(keras.Model(inputs, layers.ReLU()(inputs)))
-    assert not last_layers(keras.Sequential([layers.Dense(1)]))  # not built
-
-
-def test_last_layers_of_a_subclassed_model() -> None:
-    class Subclassed(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.listed = [layers.Dense(2), layers.Dense(3), layers.ReLU()]
-
-        def call(self, x: Any) -> Any:
-            for layer in self.listed:
-                x = layer(x)
-            return x
-
-    model = Subclassed()
-    model(X)
-    assert last_layers(model) == [model.listed[1]]
 
 
 @contract("compat.models.mask_of", "A tensor has its mask as `_keras_mask`.")

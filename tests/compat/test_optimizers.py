@@ -13,7 +13,6 @@ import tfkfac
 from tests.compat.contracts import contract
 from tfkfac.compat.optimizers import (
     KerasOptimizer,
-    averages_of,
     exclude_from_decay,
     is_decayed,
     knows_variable,
@@ -29,23 +28,6 @@ from tfkfac.compat.optimizers import (
 
 def variables(count: int = 2) -> list[Any]:
     return [keras.Variable(np.ones(i + 1, "float32")) for i in range(count)]
-
-
-@contract(
-    "compat.optimizers.averages_of",
-    "`_model_variables_moving_average` is in the order of `build`.",
-)
-def test_averages_of() -> None:
-    first, second = variables()
-    optimizer = keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.75)
-    optimizer.build([second, first])
-    for _ in range(2):
-        optimizer.apply([tf.ones([2]), tf.ones([1])], [second, first])
-    averages = averages_of(optimizer)
-    for variable in (second, first):  # of 0.5 and 0
-        average = averages[variable_key(optimizer, variable)]
-        expected = np.full(variable.shape, 0.375)
-        np.testing.assert_array_equal(average, expected)
 
 
 @contract(

@@ -42,25 +42,17 @@ def build_two_heads() -> Any:
     """Dictionaries in and out, with dtypes that have no mean."""
     inputs = {
         "image": keras.Input((2, 2), dtype="uint8", name="image"),
-        "flag": keras.Input((1,), dtype="bool", name="flag"),
         "word": keras.Input((1,), dtype="string", name="word"),
-        "token": keras.Input((1,), dtype="int64", name="token"),
     }
     words = layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")
-    features = [
-        layers.Flatten()(layers.Rescaling(1 / 255)(inputs["image"])),
-        keras.ops.cast(inputs["flag"], "float32"),
-        words(inputs["word"]),
-        layers.Flatten()(layers.Embedding(5, 3)(inputs["token"])),
-    ]
-    joined = layers.Concatenate()(features)
+    pixels = layers.Flatten()(layers.Rescaling(1 / 255)(inputs["image"]))
+    joined = layers.Concatenate()([pixels, words(inputs["word"])])
     number = layers.Dense(1, name="number")(joined)
     label = layers.Dense(2, "softmax", name="label")(joined)
     model = keras.Model(inputs, {"number": number, "label": label})
     model.compile(
         "adam",
         {"number": "mse", "label": "sparse_categorical_crossentropy"},
-        loss_weights={"number": 0.5, "label": 2.0},
         metrics={"number": ["mae"], "label": ["accuracy"]},
     )
     return model
@@ -89,9 +81,7 @@ def structures(rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
     rng = np.random.default_rng(0)
     features = {
         "image": rng.integers(256, size=(rows, 2, 2)).astype("uint8"),
-        "flag": rng.integers(2, size=(rows, 1)).astype(bool),
         "word": tf.constant(rng.choice(["a", "b"], size=(rows, 1))),
-        "token": rng.integers(5, size=(rows, 1)),
     }
     targets = {
         "number": rng.normal(size=(rows, 1)).astype("float32"),
@@ -142,7 +132,7 @@ class Recorder(keras.Model):
 def seen_rows() -> list[dict[int, int]]:
     """Count the rows that `fit`, validation and `evaluate` see.
 
-    callbacks/test_comparison.py has arrays and datasets.
+    callbacks/test_comparison.py has two workers, arrays and datasets.
     """
     with repair(strategy()).scope():
         model = Recorder()
@@ -162,7 +152,7 @@ def seen_rows() -> list[dict[int, int]]:
     ]
 
 
-def reductions() -> dict[str, Any]:
+def reductions() -> list[Any]:
     """Call `reduce` in many ways, on the values 1, 2, ... of the replicas."""
     replicas = repair(strategy())
 
@@ -177,21 +167,18 @@ def reductions() -> dict[str, Any]:
 
     @tf.function
     def in_graph() -> Any:
-        pair = {"scalar": by_replica(), "vector": by_replica((3,))}
-        return replicas.reduce("MEAN", pair, axis=0)
+        return replicas.reduce("MEAN", by_replica(), axis=0)
 
     mean, total = tf.distribute.ReduceOp.MEAN, tf.distribute.ReduceOp.SUM
-    pair = (by_replica((2,)), [by_replica()])
-    found = {
-        "structure, sum": replicas.reduce("SUM", pair),
-        "structure, mean": replicas.reduce(mean, pair),
-        "scalar, axis": replicas.reduce("mean", by_replica(), axis=0),
-        "keywords": replicas.reduce(reduce_op=total, value=by_replica()),
-        "uneven, axis": replicas.reduce(mean, by_replica(uneven=True), axis=0),
-        "in graph": in_graph(),
-        "not distributed": replicas.reduce("MEAN", tf.constant([1.0, 2.0])),
-    }
-    return tf.nest.map_structure(np.asarray, found)
+    found = [
+        replicas.reduce("SUM", by_replica((2,)))[0],
+        replicas.reduce(reduce_op=total, value=by_replica()),
+        replicas.reduce("mean", by_replica(), axis=0),
+        replicas.reduce(mean, by_replica(uneven=True), axis=0),
+        in_graph(),
+        replicas.reduce("MEAN", tf.constant([1.0, 2.0]))[1],
+    ]
+    return [float(value) for value in found]
 
 
 def orders(apart: bool) -> dict[str, list[str]]:
@@ -280,25 +267,16 @@ def test_equals_a_single_process(on_workers: Any) -> None:
     "`fit` and `evaluate` call `_maybe_symbolic_build` with an iterator that"
     " has a `_distributed_dataset`.",
 )
-@pytest.mark.parametrize("where", ["two", "mirrored"])
+@pytest.mark.parametrize("where", ["mirrored"])
 def test_every_row_once(on_workers: Any, where: str) -> None:
-    for counts in zip(*on_workers(where, seen_rows), strict=True):
-        total = sum(map(collections.Counter, counts), collections.Counter())
-        assert total == collections.Counter(range(ROWS))
+    (counts,) = on_workers(where, seen_rows)
+    assert counts == [dict.fromkeys(range(ROWS), 1)] * 4
 
 
 @pytest.mark.parametrize("where", ["two", "mirrored"])
 def test_reduce(on_workers: Any, where: str) -> None:
     for result in on_workers(where, reductions):
-        vector, (scalar,) = result["structure, sum"]
-        assert (vector.tolist(), scalar) == ([3, 3], 3)
-        vector, (scalar,) = result["structure, mean"]
-        assert (vector.tolist(), scalar) == ([1.5, 1.5], 1.5)
-        assert result["scalar, axis"] == 1.5
-        assert result["keywords"] == 3
-        assert result["uneven, axis"] == pytest.approx(5 / 3)
-        assert result["in graph"] == {"scalar": 1.5, "vector": 1.5}
-        assert result["not distributed"].tolist() == [1, 2]
+        assert result == pytest.approx([3, 3, 1.5, 5 / 3, 1.5, 2])
 
 
 @pytest.mark.slow

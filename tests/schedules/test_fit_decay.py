@@ -217,13 +217,11 @@ def test_one_epoch_of_unknown_length() -> None:
     model = compiled()
     with pytest.warns(UserWarning, match="steps_per_epoch.*assert_cardinality"):
         fit(model, x=unknown_length(), epochs=1)
-    assert "constant: no length known" in summary_text(model.optimizer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(model, x=unknown_length(), epochs=2)
     assert not any("assert_cardinality" in str(w.message) for w in caught)
-    text = "fell from 1 to 0 in the last `fit`. The next `fit` begins at 1."
-    assert text in summary_text(model.optimizer)
+    assert "constant: no length known" in summary_text(model.optimizer)
 
 
 def test_interrupted_fit_ends_its_plan() -> None:

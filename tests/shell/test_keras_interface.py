@@ -4,7 +4,6 @@
 argument of `keras.optimizers.Optimizer`; a new one without a row fails.
 """
 
-import functools
 import inspect
 import pathlib
 import re
@@ -159,17 +158,8 @@ def test_refused_members(name: str, make: Any) -> None:
             assert getattr(changed.inner_optimizer, name) == value
 
 
-def test_clipping_of_the_inner_optimizer() -> None:
-    """A norm of 1e-9 stops the training."""
-    model = compiled(tfkfac.KFAC(SGD(0.1, clipnorm=1e-9)))
-    before = model.get_weights()
-    train(model, 0, 3)
-    for value, want in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_allclose(value, want, atol=1e-7)
-
-
 # --------------------------------------------------------------- weight decay
-DECAY, RATE, STEPS = 0.5, 0.1, 3
+DECAY, RATE, STEPS = 0.5, 0.1, 2
 
 
 def inner_sgd() -> Any:
@@ -179,7 +169,6 @@ def inner_sgd() -> Any:
 @pytest.mark.parametrize(
     "wrap",
     [
-        lambda: inner_sgd(),
         lambda: tfkfac.KFAC(inner_sgd()),
         lambda: tfkfac.KFAC(inner_sgd(), step="spectral"),
         lambda: tfkfac.KFAC(rest_optimizer=inner_sgd(), skip_layers="logits"),
@@ -207,7 +196,6 @@ def test_weight_decay(wrap: Any) -> None:
     ("options", "rate"),
     [
         ({}, None),
-        ({"learning_rate": RATE}, RATE),
         ({"inner_optimizer": SGD(RATE, momentum=0.9)}, RATE),
         ({"skip_layers": "logits"}, None),
     ],
@@ -272,47 +260,28 @@ def test_biases_and_norm_scales_of_two_axes_do_not_decay(step: str) -> None:
 
 
 # ------------------------------------------------------- the state by itself
-@pytest.mark.parametrize(
-    ("way", "make"),
-    [
-        ("dict", tfkfac.KFAC),
-        ("npz", lambda: tfkfac.KFAC(0.1, rest_optimizer="inner")),
-        ("dict", lambda: tfkfac.FOSI(warmup_steps=2, lanczos_steps=6)),
-        ("variables", lambda: tfkfac.KFAC(0.1)),
-    ],
-)
-def test_state_by_itself(way: str, make: Any, tmp_path: pathlib.Path) -> None:
-    """A copy continues bit for bit, or the error names what is missing."""
-    model, copy = compiled(make()), compiled(make())
-    train(model, 0, 4)
-    train(copy, 1, 4 if way == "variables" else 1)
+def test_state_by_itself(tmp_path: pathlib.Path) -> None:
+    """A copy continues bit for bit, from a dict in a NumPy file."""
+    model, copy = compiled(tfkfac.KFAC()), compiled(tfkfac.KFAC())
+    train(model, 0, 3)
+    train(copy, 1, 1)
     copy.set_weights(model.get_weights())
-    if way == "variables":
-        for old, new in zip(
-            model.optimizer.variables, copy.optimizer.variables, strict=True
-        ):
-            new.assign(old.numpy())
-        with pytest.raises(ValueError, match=r"curvature.*save_own_variables"):
-            train(copy, 4, 1)
-        return
     store: dict[str, Any] = {}
     model.optimizer.save_own_variables(store)
-    if way == "npz":
-        np.savez(tmp_path / "optimizer.npz", **store)
-        store = np.load(tmp_path / "optimizer.npz")
-    copy.optimizer.load_own_variables(store)
-    assert train(copy, 4, 2) == train(model, 4, 2)
+    np.savez(tmp_path / "optimizer.npz", **store)
+    copy.optimizer.load_own_variables(np.load(tmp_path / "optimizer.npz"))
+    assert train(copy, 3, 1) == train(model, 3, 1)
     np.testing.assert_equal(copy.get_weights(), model.get_weights())
 
 
 def test_an_earlier_state_by_variables_is_refused() -> None:
-    """Also in `fit`, and in a loss scaler."""
-    model = compiled(keras.optimizers.LossScaleOptimizer(tfkfac.KFAC()))
+    """In a step and in `fit`, also in a loss scaler."""
+    model = compiled(keras.optimizers.LossScaleOptimizer(tfkfac.KFAC(0.1)))
     train(model, 0, 2)
-    saved = [v.numpy() for v in model.optimizer.variables]
-    train(model, 2, 2)
-    for variable, value in zip(model.optimizer.variables, saved, strict=True):
-        variable.assign(value)
+    for variable in model.optimizer.variables:
+        variable.assign(variable.numpy())
+    with pytest.raises(ValueError, match=r"curvature.*save_own_variables"):
+        train(model, 2, 1)
     with pytest.raises(ValueError, match=r"iteration' of .*'kfac' was assign"):
         model.fit(X, Y, verbose=0)
 
@@ -377,64 +346,19 @@ RATES: list[Any] = [
     lambda: tfkfac.FOSI(1e-3),
     lambda: KFAC.from_config(KFAC(learning_rate=1e-3).get_config()),
 ]
-TOO_SMALL = "(?s)learning rate of 'kfac'.*divide its rates by the largest"
-
-
-def rate_warnings(call: Callable[[], Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    texts = [str(item.message) for item in caught]
-    return [text for text in texts if re.search(TOO_SMALL, text)]
+TOO_SMALL = "learning rate of 'kfac'.*divide the rates by the largest"
 
 
 def test_small_rates_of_the_constructor_warn() -> None:
-    assert [len(rate_warnings(make)) for make in SMALL_RATES] == [1] * 6
+    counts = []
+    for make in SMALL_RATES + RATES:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make()
+        texts = [str(item.message) for item in caught]
+        counts.append(sum(bool(re.search(TOO_SMALL, x)) for x in texts))
     # The last optimizer is restored from one that has warned.
-    counts = [len(rate_warnings(make)) for make in RATES]
-    assert counts == [0] * 6 + [1]
-
-
-def fit(optimizer: Any, rate: Any = None, epochs: int = 3) -> Any:
-    """Return a function that trains with a rate by epoch."""
-    model = compiled(optimizer)
-    schedulers = [keras.callbacks.LearningRateScheduler(rate)] if rate else []
-    return lambda: model.fit(X, Y, len(X), epochs, 0, schedulers)
-
-
-@pytest.mark.parametrize(
-    ("rate", "epochs", "count"),
-    [
-        (lambda epoch: 1e-3 * 0.9**epoch, 2, 1),
-        (lambda epoch: [0.0, 0.01, 1.0][epoch], 3, 0),
-        (lambda epoch: [1.0, 0.1, 1e-3][epoch], 3, 0),
-    ],
-)
-def test_small_rates_of_a_callback_warn(
-    rate: Any, epochs: int, count: int
-) -> None:
-    """Once, if they do not rise; a later `fit` may use small rates."""
-    train = fit(tfkfac.KFAC(skip_layers=keras.layers.Dense), rate, epochs)
-    assert len(rate_warnings(train)) == count
-    assert not rate_warnings(train)
-
-
-def test_small_rates_that_are_assigned_warn() -> None:
-    """Once, before the first step."""
-    trained, scaler = tfkfac.KFAC(), keras.optimizers.LossScaleOptimizer
-    assert not rate_warnings(fit(trained, epochs=1))
-    for optimizer, count in (
-        (tfkfac.KFAC(0.1), 1),
-        (scaler(tfkfac.KFAC()), 1),
-        (trained, 0),
-    ):
-        texts = []
-        for rate in (1e-3, 1e-4):
-            assign = functools.partial(
-                setattr, optimizer, "learning_rate", rate
-            )
-            texts += rate_warnings(assign)
-        assert len(texts) == count
+    assert counts == [1] * 6 + [0] * 6 + [1]
 
 
 def test_unknown_arguments_of_a_subclass() -> None:

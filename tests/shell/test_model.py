@@ -117,17 +117,8 @@ def test_ignored_differences() -> None:
     assert plain(np.ones(2)) == plain(np.ones(2))
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        lambda: tfkfac.FOSI(SGD(0.01)),
-        tfkfac.GaussNewton,
-        lambda: KFAC(gradient_accumulation_steps=2),
-        lambda: tfkfac.LossScaleOptimizer(KFAC()),
-    ],
-)
 @pytest.mark.parametrize("is_built", [True, False])
-def test_float8(optimizer: Any, is_built: bool) -> None:
+def test_float8(is_built: bool) -> None:
     """Keras replaces scales of float8 by their gradients, also in K-FAC."""
     x = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
 
@@ -139,7 +130,13 @@ def test_float8(optimizer: Any, is_built: bool) -> None:
         model.fit(x, x[:, :3], 16, verbose=0)
         return dense.inputs_amax_history
 
-    with pytest.raises(ValueError, match="in float8 "):
-        train(optimizer())
+    for optimizer in (
+        tfkfac.FOSI(SGD(0.01)),
+        tfkfac.GaussNewton(),
+        KFAC(gradient_accumulation_steps=2),
+        tfkfac.LossScaleOptimizer(KFAC()),
+    ):
+        with pytest.raises(ValueError, match="in float8 "):
+            train(optimizer)
     largest = np.max(train(KFAC(SGD(0.01))))
     assert largest == pytest.approx(np.abs(x).max(), rel=1e-6)

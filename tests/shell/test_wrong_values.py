@@ -35,91 +35,101 @@ VALUES += ["x", b"x", [1], {"class_name": "x"}, 1j, object]
 VALUES += [np.array([0.1]), np.float32(INF), np.int8(-3)]
 VALUES += [decimal.Decimal("NaN"), lambda i: 0.1]
 
-# Words of the message, and the accepted values.
-NUMBER = "a number of at least 0", (0, 1, 2, 0.5, 1.5, np.float32(0.25))
-POSITIVE = "a positive number", (1, 2, 0.5, 1.5)
-BELOW_ONE = r"a number in \[0, 1\)", (0, 0.5)
-PART_OF_ONE = r"a number in \(0, 1\]", (1, 0.5)
-COUNT = "an integer of at least 1", (1, 2, np.int32(7))
-COUNT_OR_0 = "an integer of at least 0", (0, 1, 2)
-RATE = "a float of at least 0", (0.5, 1.5)
+Row = tuple[str, tuple[Any, ...]]  # words of the message, accepted values
+NUMBER: Row = "a number of at least 0", (0, 1, 2, 0.5, 1.5, np.float32(0.25))
+POSITIVE: Row = "a positive number", (1, 2, 0.5, 1.5)
+BELOW_ONE: Row = r"a number in \[0, 1\)", (0, 0.5)
+PART_OF_ONE: Row = r"a number in \(0, 1\]", (1, 0.5)
+COUNT: Row = "an integer of at least 1", (1, 2, np.int32(7))
+COUNT_OR_0: Row = "an integer of at least 0", (0, 1, 2)
+RATE: Row = "a float of at least 0", (0.5, 1.5)
 
 
-def or_none(row: tuple[str, tuple[Any, ...]]) -> tuple[str, tuple[Any, ...]]:
+def or_none(row: Row) -> Row:
     return row[0], (None, *row[1])
 
 
-def one_of(*names: str, none: bool = False) -> tuple[str, tuple[Any, ...]]:
+def one_of(*names: str, none: bool = False) -> Row:
     words = r"one of \(.*" + ".*".join(map(repr, names))
     return words, (None, *names) if none else names
 
 
 INNER = "a Keras optimizer"
 NAME_OR_RATE = ("adam", *RATE[1])
-TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
+LAYERS = "layer names, regular expressions or"
+# Each argument with its row and its measured default in a config.
+TAKES: dict[Any, dict[str, tuple[Row, Any]]] = {
     KFAC: {
-        "inner_optimizer": or_none((f"({INNER}|{RATE[0]})", NAME_OR_RATE)),
-        "learning_rate": or_none(RATE),
-        "momentum": or_none(BELOW_ONE),
-        "weight_decay": (r"a number in \[0, inf\)", (None, *NUMBER[1])),
-        "damping": NUMBER,
-        "kl_clip": or_none(POSITIVE),
-        "step": one_of("natural", "spectral", none=True),
-        "fisher": one_of("empirical", "monte_carlo", "type2", none=True),
-        "solver": one_of("eigen", "inverse"),
-        "distribution": one_of("comm_opt", "dp_kfac"),
-        "factor_update_interval": or_none(COUNT),
-        "inverse_update_interval": or_none(COUNT),
-        "factor_decay": BELOW_ONE,
-        "factor_batch_fraction": or_none(PART_OF_ONE),
-        "weight_sharing": one_of("expand", "reduce", "average"),
-        "max_factor_dim": (f"{COUNT[0]}.*'auto'", (None, "auto", *COUNT[1])),
-        "skip_layers": ("layer names, regular expressions or", ("x",)),
-        "only_layers": ("layer names, regular expressions or", (None, "x")),
-        "gradient_accumulation_steps": ("an integer of at least 2", (None, 2)),
-        "max_skipped_steps": or_none(COUNT),
-        "rest_optimizer": or_none((INNER, ("adam", "inner"))),
-        "gradient_worker_fraction": or_none(PART_OF_ONE),
+        "inner_optimizer": (
+            or_none((f"({INNER}|{RATE[0]})", NAME_OR_RATE)), "SGD"
+        ),
+        "learning_rate": (or_none(RATE), None),
+        "momentum": (or_none(BELOW_ONE), None),
+        "weight_decay": ((r"a number in \[0, inf\)", (None, *NUMBER[1])), None),
+        "damping": (NUMBER, 0.01),
+        "kl_clip": (or_none(POSITIVE), 0.02),
+        "step": (one_of("natural", "spectral", none=True), "spectral"),
+        "fisher": (
+            one_of("empirical", "monte_carlo", "type2", none=True), None
+        ),
+        "solver": (one_of("eigen", "inverse"), "inverse"),
+        "distribution": (one_of("comm_opt", "dp_kfac"), "comm_opt"),
+        "factor_update_interval": (or_none(COUNT), None),
+        "inverse_update_interval": (or_none(COUNT), None),
+        "factor_decay": (BELOW_ONE, 0.95),
+        "factor_batch_fraction": (or_none(PART_OF_ONE), None),
+        "weight_sharing": (one_of("expand", "reduce", "average"), "expand"),
+        "max_factor_dim": (
+            (f"{COUNT[0]}.*'auto'", (None, "auto", *COUNT[1])), "auto"
+        ),
+        "skip_layers": ((LAYERS, ("x",)), []),
+        "only_layers": ((LAYERS, (None, "x")), None),
+        "gradient_accumulation_steps": (
+            ("an integer of at least 2", (None, 2)), None
+        ),
+        "max_skipped_steps": (or_none(COUNT), 100),
+        "rest_optimizer": (or_none((INNER, ("adam", "inner"))), "Adam"),
+        "gradient_worker_fraction": (or_none(PART_OF_ONE), None),
     },
     PART: {
-        "mode": one_of("comm_opt", "dp_kfac"),
-        "gradient_worker_fraction": or_none(PART_OF_ONE),
-        "assignment": one_of("compute", "round_robin", none=True),
-        "symmetric": ("True or False", (True,)),
-        "factor_dtype": one_of("bfloat16", none=True),
-        "inverse_dtype": one_of("bfloat16", none=True),
+        "mode": (one_of("comm_opt", "dp_kfac"), "comm_opt"),
+        "gradient_worker_fraction": (or_none(PART_OF_ONE), None),
+        "assignment": (one_of("compute", "round_robin", none=True), None),
+        "symmetric": (("True or False", (True,)), False),
+        "factor_dtype": (one_of("bfloat16", none=True), None),
+        "inverse_dtype": (one_of("bfloat16", none=True), None),
     },
     FOSI: {
-        "inner_optimizer": (f"({INNER}|{RATE[0]})", NAME_OR_RATE),
-        "num_largest": COUNT_OR_0,
-        "num_smallest": COUNT_OR_0,
-        "alpha": NUMBER,
-        "update_interval": or_none(COUNT),
-        "warmup_steps": or_none(COUNT_OR_0),
-        "lanczos_steps": ("an integer of at least 5", (None, 20)),
-        "momentum": BELOW_ONE,
-        "learning_rate_clip": (r"a number in \[1, inf\)", (1, 2, 1.5)),
-        "layout": one_of("rows", "columns"),
-        "accelerator_fraction": BELOW_ONE,
-        "final_update": one_of("stale", "paper"),
-        "seed": COUNT_OR_0,
-        "max_skipped_steps": or_none(COUNT),
+        "inner_optimizer": ((f"({INNER}|{RATE[0]})", NAME_OR_RATE), "Adam"),
+        "num_largest": (COUNT_OR_0, 5),
+        "num_smallest": (COUNT_OR_0, 0),
+        "alpha": (NUMBER, 0.1),
+        "update_interval": (or_none(COUNT), None),
+        "warmup_steps": (or_none(COUNT_OR_0), None),
+        "lanczos_steps": (("an integer of at least 5", (None, 20)), None),
+        "momentum": (BELOW_ONE, 0.9),
+        "learning_rate_clip": ((r"a number in \[1, inf\)", (1, 2, 1.5)), 1.0),
+        "layout": (one_of("rows", "columns"), "rows"),
+        "accelerator_fraction": (BELOW_ONE, 0.0),
+        "final_update": (one_of("stale", "paper"), "stale"),
+        "seed": (COUNT_OR_0, 0),
+        "max_skipped_steps": (or_none(COUNT), 100),
     },
     GN: {
-        "damping": POSITIVE,
-        "momentum": BELOW_ONE,
-        "solve": one_of("auto", "parameters", "residuals"),
-        "max_tries": COUNT,
-        "max_bytes": or_none(COUNT),
-        "learning_rate": RATE,
-        "max_skipped_steps": or_none(COUNT),
+        "damping": (POSITIVE, 1e-3),
+        "momentum": (BELOW_ONE, 0.5),
+        "solve": (one_of("auto", "parameters", "residuals"), "auto"),
+        "max_tries": (COUNT, 6),
+        "max_bytes": (or_none(COUNT), None),
+        "learning_rate": (RATE, 1.0),
+        "max_skipped_steps": (or_none(COUNT), 100),
     },
     SCALER: {
-        "inner_optimizer": ("an optimizer of tfkfac", ()),
-        "initial_scale": POSITIVE,
-        "dynamic_growth_steps": COUNT,
+        "inner_optimizer": (("an optimizer of tfkfac", ()), None),
+        "initial_scale": (POSITIVE, 2.0**15),
+        "dynamic_growth_steps": (COUNT, 2000),
     },
-}
+}  # fmt: skip
 
 
 def takes(accepted: Iterable[Any], value: Any) -> bool:
@@ -170,7 +180,7 @@ def test_values(owner: Any) -> None:
     assert set(parameters) - {"self", "name"} == set(TAKES[owner])
     # No argument is hidden in `**kwargs`.
     assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
-    for name, (words, accepted) in TAKES[owner].items():
+    for name, ((words, accepted), _) in TAKES[owner].items():
         others = [value for value in accepted if not takes(VALUES, value)]
         for value in [*VALUES, *others]:
             arguments = {name: value, **REQUIRED.get((owner, name), {})}
@@ -189,6 +199,33 @@ def test_values(owner: Any) -> None:
             assert re.search(rf"must .*{words}", message), message
             is_rule = name.endswith("_layers") and value == [1]
             assert repr(1 if is_rule else value) in received(message)
+
+
+@pytest.mark.parametrize("cls", [KFAC, FOSI, GN])
+def test_defaults(cls: Any) -> None:
+    """Defaults are the measured values, also for subclasses and by name."""
+
+    def config_of(owner: Any) -> tuple[str, dict[str, Any]]:
+        config = owner().get_config()
+        for wrapped in {"inner_optimizer", "rest_optimizer"} & {*config}:
+            config[wrapped] = config[wrapped]["class_name"]
+        return config.pop("name"), config
+
+    name, config = config_of(cls)
+    assert name in ("kfac", "fosi", "gauss_newton")
+    defaults = {name: default for name, (_, default) in TAKES[cls].items()}
+    assert config == {key: defaults[key] for key in config}
+    assert config_of(type("Subclass", (cls,), {}))[1] == config
+    for identifier in (cls.__name__.lower(), name):
+        model = mlp()
+        model.compile(identifier, loss())
+        assert type(model.optimizer) is cls
+        assert model.optimizer.bound_model() is model
+    # A class of the user with the same name has priority.
+    other = type(cls.__name__, (SGD,), {})
+    config = keras.optimizers.serialize(other())
+    custom = {cls.__name__: other}
+    assert type(keras.optimizers.deserialize(config, custom)) is other
 
 
 def received(message: str) -> str:
@@ -366,11 +403,15 @@ def test_assignments(make: Callable[[], Any]) -> None:
             getattr(optimizer.method.settings, field.name),
         )
         before = getattr(optimizer, name)
-        _, accepted = TAKES[type(optimizer)][name]
+        (_, accepted), _ = TAKES[type(optimizer)][name]
         for value in VALUES:
-            can_change = isinstance(setting, Hyperparameter)
-            can_change &= takes(accepted, value)
-            if can_change or value is before:
+            if value is before:
+                continue
+            if isinstance(setting, Hyperparameter) and takes(accepted, value):
+                if value is not None and before is not None:
+                    setattr(optimizer, name, value)
+                    assert optimizer.get_config()[name] == value
+                    setattr(optimizer, name, before)
                 continue
             with pytest.raises(
                 (AttributeError, TypeError, ValueError),

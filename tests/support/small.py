@@ -112,7 +112,7 @@ def gradients_of(
 def curvature(optimizer: Any) -> dict[str, Array]:
     """All that K-FAC itself keeps, by name."""
     store: dict[str, Array] = {}
-    optimizer.save_curvature(store)
+    optimizer._saved_state.save(store)
     return {name: np.array(value) for name, value in store.items()}
 
 

@@ -124,8 +124,7 @@ def _supervise(
             stack.enter_context(as_errors())
             if watch is not None:
                 stack.enter_context(strategy.stall_detector.training())
-            plan = optimizer.plan
-            stack.callback(lambda: plan.end_fit(optimizer.num_updates))
+            stack.callback(optimizer.plan.end_fit)
             for callback in callbacks:
                 if isinstance(callback, contextlib.AbstractContextManager):
                     stack.enter_context(callback)

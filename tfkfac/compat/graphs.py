@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.eager import record
@@ -88,15 +88,6 @@ def repeat(
 
     bounds = (tf.cast(i, tf.int32) for i in (first, end))
     return not_inlined(loop)(state, *bounds)
-
-
-def in_current_graph(
-    tensor: tf.Tensor | tf.IndexedSlices,
-) -> tf.Tensor | tf.IndexedSlices:
-    """Return a tensor, or its identity if it is of an outer graph."""
-    graph = tf.compat.v1.get_default_graph()
-    is_local = tf.executing_eagerly() or tensor.graph is graph
-    return tensor if is_local else tf.identity(tensor)
 
 
 def before_relu(tensor: tf.Tensor) -> tf.Tensor:
@@ -211,20 +202,10 @@ def is_legacy_gradient(operation: tf.Operation) -> bool:
     return any(node.op == "SymbolicGradient" for node in nodes)
 
 
-if TYPE_CHECKING:
-
-    class Tracked:
-        """Typed stand-in for `tf.Module`, which type checkers see as `Any`."""
-
-        variables: Sequence[tf.Variable]
-
-        def __init__(self, name: str | None = None) -> None: ...
-
-else:
-    # This relies on `tf.train.Checkpoint` finding variables in the attributes
-    # of an optimizer or `tf.Module`, and in lists and tuples there, but not in
-    # dictionaries.
-    Tracked = tf.Module
+# This relies on `tf.train.Checkpoint` finding variables in the attributes of an
+# optimizer or `tf.Module`, and in lists and tuples there, but not in
+# dictionaries.
+Tracked: TypeAlias = tf.Module
 
 
 def replica_copy(variable: Any) -> tf.Variable:

@@ -37,35 +37,6 @@ def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     return layer._flatten_layers()
 
 
-def last_layers(model: keras.Model) -> list[keras.layers.Layer]:
-    """Return the layers with weights that are nearest to a model's outputs.
-
-    For a model that is not functional this is the last layer with weights. This
-    relies on `_keras_history` of an output (operation and index of its node),
-    `_inbound_nodes`, and `input_tensors` of a node.
-    """
-    outputs = keras.tree.flatten(getattr(model, "outputs", None))
-    if not all(isinstance(output, keras.KerasTensor) for output in outputs):
-        return [layer for layer in model.layers if layer.weights][-1:]
-    nearest: list[keras.layers.Layer] = []
-    for output in outputs:
-        tensors: list[Any] = [output]
-        layers: list[Any] = []
-        while tensors and not layers:
-            calls = [tensor._keras_history[:2] for tensor in tensors]
-            layers = [op for op, _ in calls if getattr(op, "weights", None)]
-            nodes = [op._inbound_nodes[index] for op, index in calls]
-            tensors = [
-                tensor for node in nodes for tensor in node.input_tensors
-            ]
-        nearest += layers
-    inner = (
-        last_layers(layer) if isinstance(layer, keras.Model) else [layer]
-        for layer in nearest
-    )
-    return [layer for layers in inner for layer in layers]
-
-
 def mask_of(tensor: Any) -> tf.Tensor | None:
     """Return the Keras mask of a tensor, or None, by `get_keras_mask`."""
     return masking.get_keras_mask(tensor)
@@ -239,7 +210,8 @@ def override_averages(
     The wrapper is called as `wrapper(below, optimizer)`. Repeated calls for a
     callback have no effect. This relies on `_tf_swap_variables` and
     `_tf_finalize_ema_values`, which process the variables of the optimizer that
-    is their argument.
+    is their argument, and on the callback only checking that the model's
+    optimizer has `use_ema` and `_model_variables_moving_average`.
     """
     names = "_tf_swap_variables", "_tf_finalize_ema_values"
     keep_on(

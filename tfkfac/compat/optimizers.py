@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -11,42 +11,24 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tfkfac.compat.graphs import in_xla, replica_copy
 from tfkfac.compat.overrides import Below, keep_on, overridden, override
 
-if TYPE_CHECKING:
 
-    class KerasOptimizer:
-        """Typed stand-in for Keras' class, which type checkers see as `Any`."""
+class KerasOptimizer(keras.optimizers.Optimizer):
+    """Optimizer whose Python state is in checkpoints, not in SavedModels.
 
-        name: str
-        built: bool
+    A SavedModel is a graph, in which a `PythonState` cannot be written.
 
-        def __init__(self, learning_rate: float, name: str) -> None: ...
-        def build(self, variables: list[keras.Variable]) -> None:
-            """See `keras.Optimizer.build`."""
+    This relies on TensorFlow asking `_trackable_children` of an object for what
+    to save, with "savedmodel" for a SavedModel.
+    """
 
-        def apply_gradients(self, grads_and_vars: Any) -> Any:
-            """See `keras.Optimizer.apply_gradients`."""
-
-else:
-
-    class KerasOptimizer(keras.optimizers.Optimizer):
-        """Optimizer whose Python state is in checkpoints, not in SavedModels.
-
-        A SavedModel is a graph, in which a `PythonState` cannot be written.
-
-        This relies on TensorFlow asking `_trackable_children` of an object
-        for what to save, with "savedmodel" for a SavedModel.
-        """
-
-        def _trackable_children(
-            self, save_type: str = "checkpoint", **kwargs: Any
-        ) -> dict[str, Any]:
-            excluded: Any = ()
-            if save_type == "savedmodel":
-                excluded = tf.train.experimental.PythonState
-            children = super()._trackable_children(save_type, **kwargs)
-            return {
-                k: v for k, v in children.items() if not isinstance(v, excluded)
-            }
+    def _trackable_children(
+        self, save_type: str = "checkpoint", **kwargs: Any
+    ) -> dict[str, Any]:
+        children = super()._trackable_children(save_type, **kwargs)
+        if save_type != "savedmodel":
+            return dict(children)
+        state = tf.train.experimental.PythonState
+        return {k: v for k, v in children.items() if not isinstance(v, state)}
 
 
 def named_optimizer(identifier: Any) -> Any:
@@ -117,19 +99,6 @@ def trainable_variables(
 def rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
     """Return `_learning_rate`; the property would evaluate a schedule."""
     return optimizer._learning_rate
-
-
-def averages_of(
-    optimizer: keras.optimizers.Optimizer,
-) -> dict[Hashable, keras.Variable]:
-    """Return the averages of an optimizer with `use_ema`, by variable key.
-
-    This relies on `_model_variables_moving_average`, in the order of
-    `_trainable_variables`.
-    """
-    averages = optimizer._model_variables_moving_average
-    keys = [variable_key(optimizer, v) for v in trainable_variables(optimizer)]
-    return dict(zip(keys, averages, strict=True))
 
 
 def raw_iterations(optimizer: keras.optimizers.Optimizer) -> keras.Variable:

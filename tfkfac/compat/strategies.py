@@ -46,8 +46,8 @@ def repair(strategy: _StrategyT) -> _StrategyT:
       a batch from the data, see `build_from_specs`.
     - `experimental_distribute_dataset` copies the arrays of Python generators,
       see `copy_generated`.
-    - `reduce` of a `tf.distribute.MultiWorkerMirroredStrategy` accepts a nested
-      structure of per-replica values, and ignores the `axis` of scalars.
+    - `reduce` of a `tf.distribute.MultiWorkerMirroredStrategy` ignores the
+      `axis` of scalars, such as the metrics of Keras.
     """
     if isinstance(strategy, _MIRRORED) and not is_repaired(strategy):
         strategy.reduce = functools.partial(_reduce, strategy, strategy.reduce)
@@ -126,14 +126,10 @@ def _reduce(
     value: Any,
     axis: int | None = None,
 ) -> Any:
-    """Reduce a structure of per-replica values, each to a single value."""
-    reduced = []
-    for leaf in tf.nest.flatten(value):
-        local, *_ = strategy.experimental_local_results(leaf)
-        is_scalar = tf.TensorShape(getattr(local, "shape", ())).rank == 0
-        leaf_axis = None if is_scalar else axis
-        reduced.append(original(reduce_op, leaf, axis=leaf_axis))
-    return tf.nest.pack_sequence_as(value, reduced)
+    """Reduce a per-replica value by `original`, a scalar without the axis."""
+    local, *_ = strategy.experimental_local_results(value)
+    is_scalar = tf.TensorShape(getattr(local, "shape", ())).rank == 0
+    return original(reduce_op, value, axis=None if is_scalar else axis)
 
 
 @contextlib.contextmanager

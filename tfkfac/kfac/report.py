@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 
 from tfkfac.blocks.registry import EXCLUDED, Leftover, Registry, count_weights
 from tfkfac.capture.walk import SKIPPED
-from tfkfac.compat.models import last_layers
 from tfkfac.kfac.natural import Natural
 from tfkfac.kfac.placement import Placement
 from tfkfac.shell.tables import bytes_text, table
@@ -22,7 +21,7 @@ _NUM_NAMED = 3
 def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
     """Warning about uncovered weights, or None.
 
-    Given if most weights, a large one, or one of the last layer are uncovered.
+    Given if most weights or a large one are uncovered.
     Layers that arguments or the step rule exclude, and matrices that the step
     rule trains itself, do not count.
     """
@@ -40,16 +39,12 @@ def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
     covered = registry.covered
     trained = covered + count_weights(matrices)
     total = trained + sum(item.weights for item in uncovered)
-    last_ids = {id(w) for x in last_layers(job.model) for w in x.weights}
 
-    def is_important(item: Leftover) -> bool:
-        return any(
-            count_weights([v]) > _LARGE * total or id(v) in last_ids
-            for v in item.variables
-        )
+    def is_large(item: Leftover) -> bool:
+        return any(count_weights([v]) > _LARGE * total for v in item.variables)
 
-    has_important = any(map(is_important, uncovered))
-    if trained >= _LOW_COVERAGE * total and not has_important:
+    has_large = any(map(is_large, uncovered))
+    if trained >= _LOW_COVERAGE * total and not has_large:
         return None
     coverage = (
         f"K-FAC preconditions {covered / total:.1%} of the weights of model "
@@ -61,7 +56,7 @@ def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
     named = [
         f"{item.path or '(model)'} ({item.weights:,} weights: {item.reason})"
         for rank, item in enumerate(uncovered)
-        if rank < _NUM_NAMED or is_important(item)
+        if rank < _NUM_NAMED or is_large(item)
     ]
     named += ["..."] if len(uncovered) > len(named) else []
     return (

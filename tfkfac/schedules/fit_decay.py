@@ -32,9 +32,6 @@ class RunPlan(Slots):
         # Number of batches of an epoch; 0 if the number is unknown.
         self.steps = self.slot("run_steps")
         self.in_fit = self.slot("in_fit", saved=False)
-        # Fraction of the peak at the end of the last `fit` of this process;
-        # None if its length was unknown.
-        self.last_fraction: float | None = None
         # Learning rate that the user has set in training, which ends the decay
         # of the inner optimizer; negative if no rate is set.
         self.set_rate = self.slot("set_learning_rate", (), "float32", -1.0)
@@ -56,11 +53,8 @@ class RunPlan(Slots):
         self.begin(update, num_left, epochs, steps)
         self.scale.assign(fraction)
 
-    def end_fit(self, update: int) -> None:
+    def end_fit(self) -> None:
         """Forget the plan, so that the rate is the peak outside of `fit`."""
-        self.last_fraction = None
-        if self.end is not None:
-            self.last_fraction = float(self.remaining_fraction(update))
         self.begin(0, 0)
         self.in_fit.assign(0)
 

@@ -162,7 +162,8 @@ def undo_overflows(scaler: Any, optimizer: SecondOrderOptimizer) -> None:
         def undo() -> None:
             for values in before:
                 restore(values)
-            streak.overflow(is_lost(loss))
+            # Report no gradient: all are finite at a smaller scale.
+            streak.extend(tf.constant([True]), is_lost(loss))
 
         return undo
 

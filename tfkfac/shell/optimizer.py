@@ -418,14 +418,10 @@ class SecondOrderOptimizer(ScheduledOptimizer):
         Args:
             store: Dict or `h5py.Group`, which gets an array for each name.
         """
-        self.save_curvature(store)
+        self._saved_state.save(store)
         # The stores of Keras' files are no mappings.
         if isinstance(store, MutableMapping):
             self._saved_state.save_wrapped(store)
-
-    def save_curvature(self, store: Any) -> None:
-        """Write the curvature state, named by layer."""
-        self._saved_state.save(store)
 
     def load_own_variables(self, store: Any) -> None:
         """Load state that `save_own_variables` wrote on any number of workers.

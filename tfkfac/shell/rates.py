@@ -1,6 +1,6 @@
 """Keras' settings and methods of an optimizer that wraps two others."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import keras
@@ -8,12 +8,9 @@ import keras
 from tfkfac.checks import check_count, check_range
 from tfkfac.compat.optimizers import (
     KerasOptimizer,
-    averages_of,
     knows_variable,
     rate_of,
     raw_iterations,
-    trainable_variables,
-    variable_key,
 )
 from tfkfac.schedules.fit_decay import FitDecay, RunPlan
 from tfkfac.shell.arguments import refuse_setting, wrapped_setting
@@ -58,7 +55,6 @@ class ScheduledOptimizer(KerasOptimizer):
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
         """Set the rate; a number ends the decay of a `FitDecay` for good."""
-        self.check_rate(value)
         is_decaying = isinstance(rate_of(self.inner_optimizer), FitDecay)
         if is_decaying and not callable(value):
             if hasattr(value, "numpy"):
@@ -68,13 +64,6 @@ class ScheduledOptimizer(KerasOptimizer):
         self.inner_optimizer.learning_rate = value
         self.plan.set_rate.assign(-1.0)
         self.bind_schedules()
-
-    def check_rate(self, rate: Any) -> None:
-        """Warn of a rate of Adam's size. No check by default.
-
-        Args:
-            rate: The rate that is set; None at the end of `fit`.
-        """
 
     @property
     def has_decay(self) -> bool:
@@ -122,25 +111,18 @@ class ScheduledOptimizer(KerasOptimizer):
         """Return the line on a `FitDecay` for `summary`; [] without one."""
         if not isinstance(rate_of(self.inner_optimizer), FitDecay):
             return []
-        last_update, rate = self.plan.end, f"{float(self.learning_rate):.4g}"
+        text = f"Learning rate: {float(self.learning_rate):.4g}"
         if float(self.plan.set_rate.numpy()) >= 0:
-            return [f"Learning rate: {rate}, set during training."]
-        if last_update is None and self.plan.last_fraction is not None:
-            last_rate = self.plan.last_fraction * float(self.learning_rate)
+            return [f"{text}, set during training."]
+        if self.plan.end is None:
             return [
-                f"Learning rate: fell from {rate} to {last_rate:.4g} in the "
-                f"last `fit`. The next `fit` begins at {rate}."
-            ]
-        if last_update is None:
-            return [
-                f"Learning rate: {rate}, constant: no length known "
-                "outside of `fit`. It falls to 0 over each `fit` of known "
-                "length."
+                f"{text}, constant: no length known outside of `fit`. It falls "
+                "to 0 over each `fit` of known length."
             ]
         start = int(self.plan.start.numpy())
         return [
-            f"Learning rate: {rate}, falls linearly to 0 from update "
-            f"{start:,} to {last_update:,}."
+            f"{text}, falls linearly to 0 from update {start:,} to "
+            f"{self.plan.end:,}."
         ]
 
     # ----------------------------------------------- other Keras arguments
@@ -200,8 +182,6 @@ class ScheduledOptimizer(KerasOptimizer):
     add_optimizer_variables = _unavailable("add_optimizer_variables", _SUBCLASS)
 
     # --------------------------------------------- averages of the weights
-    # Keras' `SwapEMAWeights` reads the properties `use_ema` and
-    # `_model_variables_moving_average`, also inside a loss scaler.
     @property
     def use_ema(self) -> bool:
         """True if the inner or the rest optimizer averages the weights."""
@@ -216,14 +196,10 @@ class ScheduledOptimizer(KerasOptimizer):
 
     @property
     def _model_variables_moving_average(self) -> list[Any]:
-        """Average of each trainable variable; None where none exists."""
+        """Empty: Keras' `SwapEMAWeights` only checks that it exists."""
         if not (self.use_ema and self.built):
             raise AttributeError(f"'{self.name}' has no averages of weights.")
-        averages: dict[Hashable, Any] = {}
-        for optimizer in self.averaging_optimizers:
-            averages |= averages_of(optimizer)
-        variables = trainable_variables(self)
-        return [averages.get(variable_key(self, v)) for v in variables]
+        return []
 
     @property
     def averaging_optimizers(self) -> list[keras.optimizers.Optimizer]:

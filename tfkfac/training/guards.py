@@ -88,17 +88,10 @@ class Streak:
         """Record a skipped step; `finite` has one bool per gradient."""
         # Use float32: GPUs have no kernels for sum and argmax of integers.
         bad = tf.cast(~finite, tf.float32)
-        self._lengthen(tf.cast(tf.reduce_sum(bad), tf.int64), is_lost)
-        self._first.assign(tf.argmax(bad))
-
-    def overflow(self, is_lost: tf.Tensor) -> None:
-        """Record a step that a `LossScaleOptimizer` skips."""
-        self._lengthen(tf.zeros_like(self._bad), is_lost)
-
-    def _lengthen(self, bad: tf.Tensor, is_lost: tf.Tensor) -> None:
         self.length.assign_add(1)
         self.excluded.assign(tf.cast(is_lost, self.excluded.dtype))
-        self._bad.assign(bad)
+        self._bad.assign(tf.cast(tf.reduce_sum(bad), tf.int64))
+        self._first.assign(tf.argmax(bad))
 
     def to_tensor(self) -> tf.Tensor:
         """State as a float64 vector, to send to other replicas."""
@@ -152,15 +145,14 @@ def count_empty_batches(
     if in_xla():  # XLA cannot print
         return
 
-    def report() -> tf.Tensor:
-        tf.print(
-            f"tfkfac: the last {_MAX_EMPTY} batches of replica {replica} had "
-            "no examples. Has its data ended before the data of others?",
-            output_stream=sys.stderr,
-        )
-        return tf.constant(0)
-
-    tf.cond(tf.equal(length, _MAX_EMPTY), report, lambda: tf.constant(0))
+    text = (
+        f"tfkfac: the last {_MAX_EMPTY} batches of replica {replica} had no "
+        "examples. Has its data ended before the data of others?"
+    )
+    when(
+        tf.equal(length, _MAX_EMPTY),
+        lambda: tf.print(text, output_stream=sys.stderr),
+    )
 
 
 # ----------------------------------------------- refusals of a running step

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tfkfac.capture.model_taps import Values, restore
 from tfkfac.compat.functions import when
-from tfkfac.compat.graphs import in_current_graph
 from tfkfac.compat.optimizers import (
     knows_variable,
     merge_rows,
@@ -225,12 +224,7 @@ class Step:
         def update() -> None:
             inner, rest = self.job.inner_optimizer, self.job.rest_optimizer
             gradients, after = direction()
-            # Import gradients of an outer graph, which methods may pass
-            # unchanged.
-            pairs = [
-                (None if g is None else in_current_graph(g), v)
-                for g, v in zip(gradients, self.variables, strict=True)
-            ]
+            pairs = list(zip(gradients, self.variables, strict=True))
             tasks: list[Any] = [(inner, pairs, after)]
             if rest is not None:
                 uncovered = [p for p in pairs if knows_variable(rest, p[1])]
