@@ -4,6 +4,7 @@
 argument of `keras.optimizers.Optimizer`; a new one without a row fails.
 """
 
+import functools
 import inspect
 import pathlib
 import re
@@ -346,19 +347,64 @@ RATES: list[Any] = [
     lambda: tfkfac.FOSI(1e-3),
     lambda: KFAC.from_config(KFAC(learning_rate=1e-3).get_config()),
 ]
-TOO_SMALL = "learning rate of 'kfac'.*divide the rates by the largest"
+TOO_SMALL = "(?s)learning rate of 'kfac'.*divide its rates by the largest"
+
+
+def rate_warnings(call: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    texts = [str(item.message) for item in caught]
+    return [text for text in texts if re.search(TOO_SMALL, text)]
 
 
 def test_small_rates_of_the_constructor_warn() -> None:
-    counts = []
-    for make in SMALL_RATES + RATES:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            make()
-        texts = [str(item.message) for item in caught]
-        counts.append(sum(bool(re.search(TOO_SMALL, x)) for x in texts))
+    assert [len(rate_warnings(make)) for make in SMALL_RATES] == [1] * 6
     # The last optimizer is restored from one that has warned.
-    assert counts == [1] * 6 + [0] * 6 + [1]
+    counts = [len(rate_warnings(make)) for make in RATES]
+    assert counts == [0] * 6 + [1]
+
+
+def fit(optimizer: Any, rate: Any = None, epochs: int = 3) -> Any:
+    """Return a function that trains with a rate by epoch."""
+    model = compiled(optimizer)
+    schedulers = [keras.callbacks.LearningRateScheduler(rate)] if rate else []
+    return lambda: model.fit(X, Y, len(X), epochs, 0, schedulers)
+
+
+@pytest.mark.parametrize(
+    ("rate", "epochs", "count"),
+    [
+        (lambda epoch: 1e-3 * 0.9**epoch, 2, 1),
+        (lambda epoch: [0.0, 0.01, 1.0][epoch], 3, 0),
+        (lambda epoch: [1.0, 0.1, 1e-3][epoch], 3, 0),
+    ],
+)
+def test_small_rates_of_a_callback_warn(
+    rate: Any, epochs: int, count: int
+) -> None:
+    """Once, if they do not rise; a later `fit` may use small rates."""
+    train = fit(tfkfac.KFAC(skip_layers=keras.layers.Dense), rate, epochs)
+    assert len(rate_warnings(train)) == count
+    assert not rate_warnings(train)
+
+
+def test_small_rates_that_are_assigned_warn() -> None:
+    """Once, before the first step."""
+    trained, scaler = tfkfac.KFAC(), keras.optimizers.LossScaleOptimizer
+    assert not rate_warnings(fit(trained, epochs=1))
+    for optimizer, count in (
+        (tfkfac.KFAC(0.1), 1),
+        (scaler(tfkfac.KFAC()), 1),
+        (trained, 0),
+    ):
+        texts = []
+        for rate in (1e-3, 1e-4):
+            assign = functools.partial(
+                setattr, optimizer, "learning_rate", rate
+            )
+            texts += rate_warnings(assign)
+        assert len(texts) == count
 
 
 def test_unknown_arguments_of_a_subclass() -> None:

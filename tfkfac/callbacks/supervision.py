@@ -142,6 +142,7 @@ class Supervision(keras.callbacks.Callback):
 
     @override
     def on_train_end(self, logs: Any = None) -> None:
+        self._optimizer.check_rate(None)
         if self._events:
             counts = "; ".join(f"{x}: {n}" for x, n in self._events.items())
             print_line(f"{self._optimizer.name} in this fit: {counts}")

@@ -37,7 +37,7 @@ from tfkfac.shell.arguments import (
 )
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 from tfkfac.shell.rest import INNER, ProportionalRate
-from tfkfac.shell.small_rates import restoring, warn_of_small_rate
+from tfkfac.shell.small_rates import RateCheck, restoring
 from tfkfac.solvers import SOLVERS
 
 Inner: TypeAlias = keras.optimizers.Optimizer | str | dict[str, Any]
@@ -305,8 +305,9 @@ class KFAC(SecondOrderOptimizer):
         method = KFACMethod(settings)
         super().__init__(inner, method, name, max_skipped_steps, rest)
         # Other inner optimizers, such as Adam, have rates of their own size.
-        if isinstance(inner, keras.optimizers.SGD):
-            warn_of_small_rate(self.name, step, rate_of(inner))
+        is_sgd = isinstance(inner, keras.optimizers.SGD)
+        self._rate_check = RateCheck(self.name, step) if is_sgd else None
+        self.check_rate(rate_of(inner))
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
@@ -340,6 +341,19 @@ class KFAC(SecondOrderOptimizer):
                 f"optimizer. It is {self.weight_decay!r}. Received: "
                 f"weight_decay={value!r}"
             )
+
+    @override
+    def check_rate(self, rate: Any) -> None:
+        is_chief = self._job is None or 0 in self._job.topology.local
+        # In a graph, a step of the user's sets the rate.
+        if not (self._rate_check and is_chief and tf.executing_eagerly()):
+            return
+        if rate is None:
+            self._rate_check.finish()
+            return
+        is_in_fit = bool(self.plan.in_fit.numpy())
+        epoch = int(self.plan.epoch.numpy()) if is_in_fit else None
+        self._rate_check.set(rate, epoch, self.num_updates)
 
     @override
     def _build_wrapped(self, variables: list[keras.Variable]) -> None:

@@ -55,6 +55,7 @@ class ScheduledOptimizer(KerasOptimizer):
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
         """Set the rate; a number ends the decay of a `FitDecay` for good."""
+        self.check_rate(value)
         is_decaying = isinstance(rate_of(self.inner_optimizer), FitDecay)
         if is_decaying and not callable(value):
             if hasattr(value, "numpy"):
@@ -64,6 +65,13 @@ class ScheduledOptimizer(KerasOptimizer):
         self.inner_optimizer.learning_rate = value
         self.plan.set_rate.assign(-1.0)
         self.bind_schedules()
+
+    def check_rate(self, rate: Any) -> None:
+        """Warn of a rate of Adam's size. No check by default.
+
+        Args:
+            rate: The rate that is set; None at the end of `fit`.
+        """
 
     @property
     def has_decay(self) -> bool:

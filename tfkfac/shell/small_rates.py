@@ -24,31 +24,50 @@ _MEANING = {
 _FACTOR = {"natural": f", and multiply them by {RATE}", "spectral": ""}
 
 
-def warn_of_small_rate(name: str, step: str, rate: Any) -> None:
-    """Warn if a rate, or all rates of a schedule in 10^6 updates, are small.
+class RateCheck:
+    """Warn once if the learning rate is too small from the beginning.
 
-    A rate of 0 causes no warning.
+    A small rate that a callback sets may begin a warm-up. So the warning comes
+    when the rate does not rise in a later epoch, or at the end of `fit`. A
+    rate of 0 causes no warning.
     """
-    least = _LEAST[step] * _ROUNDING
-    largest = -math.inf
-    try:
-        if isinstance(rate, LearningRateSchedule):
-            for update in _SAMPLES:
-                value = float(rate(tf.constant(update, tf.int64)))
-                largest = max(largest, value)
-                if largest >= least:
-                    return
-        elif not callable(rate):
-            largest = float(tf.convert_to_tensor(rate))
-    except Exception:  # raised by user code, or for a tensor of a graph
-        return
-    if 0 < largest < least and not _restoring.get():
-        warnings.warn(
-            f"The learning rate of '{name}' is {largest:.3g} or less. "
-            f"{_MEANING[step]}. Write `tfkfac.KFAC()`, which needs no rate, or "
-            f"divide the rates by the largest{_FACTOR[step]}.",
-            stacklevel=3,
-        )
+
+    def __init__(self, name: str, step: str) -> None:
+        self._name, self._step = name, step
+        self._is_done = False
+        # Largest rate so far, and its epoch, while all rates are too small.
+        self._largest: float | None = None
+        self._epoch: int | None = None
+
+    def set(self, rate: Any, epoch: int | None, num_updates: int) -> None:
+        """Check a rate that is set, in an epoch of `fit` or outside (None)."""
+        is_first = self._largest is None
+        # Weights that were trained with a larger rate may get a small one.
+        self._is_done |= is_first and num_updates > 0
+        least = _LEAST[self._step] * _ROUNDING
+        largest = largest_rate(rate, least)
+        if largest is None or largest >= least:
+            self._largest = None
+        elif self._largest is None or largest > self._largest:
+            self._largest, self._epoch = largest, epoch
+            if is_first and epoch is None:
+                self.finish()
+        elif epoch is None or epoch != self._epoch:
+            self.finish()
+
+    def finish(self) -> None:
+        """Warn if all rates so far were too small."""
+        if self._largest and not self._is_done:
+            self._is_done = True
+            if not _restoring.get():
+                warnings.warn(
+                    f"The learning rate of '{self._name}' is "
+                    f"{self._largest:.3g} or less. {_MEANING[self._step]}. "
+                    "Write `tfkfac.KFAC()`, which needs no rate. If a callback "
+                    "sets the rate, remove the callback, or divide its rates "
+                    f"by the largest{_FACTOR[self._step]}.",
+                    stacklevel=5,
+                )
 
 
 @contextlib.contextmanager
@@ -59,3 +78,24 @@ def restoring() -> Iterator[None]:
         yield
     finally:
         _restoring.reset(token)
+
+
+def largest_rate(rate: Any, least: float) -> float | None:
+    """Return the rate, or the largest one of a schedule in 10^6 updates.
+
+    Of a schedule with rates of at least `least`, return the first of them. None
+    if the rate is a function or cannot be evaluated outside of a step.
+    """
+    largest = -math.inf
+    try:
+        if not isinstance(rate, LearningRateSchedule):
+            if callable(rate):
+                return None
+            return float(tf.convert_to_tensor(rate))
+        for update in _SAMPLES:
+            largest = max(float(rate(tf.constant(update, tf.int64))), largest)
+            if largest >= least:
+                break
+    except Exception:  # raised by user code, or for a tensor of a graph
+        return None
+    return largest
