@@ -28,6 +28,7 @@ from tests.support.small import curvature, summary_text
 from tests.support.strategies import copies, local_ranks
 from tests.support.training import Spoil, Training, assert_same_bits, build
 from tests.support.training import fit as train
+from tfkfac.distributed.collectives import all_reduce_bytes
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
 from tfkfac.fosi.subspace import InnerTraits, Subspace
 
@@ -301,7 +302,8 @@ def test_coefficients(layout: str, workers: int) -> None:
             np.testing.assert_allclose(result, own, rtol=1e-12)
             if not clipped[i]:
                 np.testing.assert_array_equal(result, own)
-        reported = 12 * Subspace.clip_bytes(shared)
+        sent = 0 if shared.reduces_gradients else 12 * 8
+        reported = all_reduce_bytes(sent, workers)
         assert received * 8 == pytest.approx(reported, abs=12)
 
 

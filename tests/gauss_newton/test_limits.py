@@ -137,6 +137,10 @@ COMPILED: list[tuple[Callable[[], Any], str]] = [
         "/last/kernel' has the regulariser L1\\.",
     ),
     (
+        lambda: model(kernel_regularizer="l2"),
+        "with a regulariser, which adds .*/last/kernel",
+    ),
+    (
         lambda: model(kernel_constraint="non_neg"),
         "/last/kernel' has a constraint",
     ),
@@ -151,20 +155,22 @@ TRAINED: list[tuple[Any, str, str]] = [
     (functools.partial(layers.Dropout, 0.5), "mse", CHANGES),
     (Penalty, "mse", "Layer 'h' of model 'net' adds a loss"),
     (layers.Flatten, "mae", "loss 'mae' is not known"),
+    (layers.Softmax, "kl_divergence", "Kullback-Leibler"),
 ]
 
 
 @pytest.mark.parametrize(("make", "message"), COMPILED)
 def test_errors_in_compile(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make().compile(tfkfac.GaussNewton(), "mse")
+        make().compile(tfkfac.GaussNewton(solve="residuals"), "mse")
 
 
 @pytest.mark.parametrize(("layer", "loss", "message"), TRAINED)
 def test_errors_in_the_first_step(layer: Any, loss: str, message: str) -> None:
     """In eager mode, where nothing is traced before."""
     network = model(layer(name="h"))
-    network.compile(tfkfac.GaussNewton(), loss, run_eagerly=True)
+    optimizer = tfkfac.GaussNewton(solve="residuals")
+    network.compile(optimizer, loss, run_eagerly=True)
     with pytest.raises(ValueError, match=message):
         network.train_on_batch(X, Y)
 
@@ -176,16 +182,7 @@ def test_warning_for_a_loss_of_lower_precision() -> None:
         network.train_on_batch(X.astype("float64"), Y)
 
 
-def test_errors_for_the_space_of_residuals() -> None:
-    penalised = model(kernel_regularizer="l2")
-    with pytest.raises(ValueError, match=r"regulariser.*/last/kernel"):
-        penalised.compile(tfkfac.GaussNewton(solve="residuals"), "mse")
-    network = model(layers.Dense(3), layers.Softmax())
-    network.compile(
-        tfkfac.GaussNewton(solve="residuals"), "kl_divergence", run_eagerly=True
-    )
-    with pytest.raises(ValueError, match="Kullback-Leibler"):
-        network.train_on_batch(X, Y)
+def test_error_for_the_space_of_residuals_with_replicas() -> None:
     with pytest.raises(ValueError, match='"auto" or "parameters" with'):
         limits = Limits(10, np.float32, 2**31)  # type: ignore[arg-type]
         choose_solve_spaces(limits, "residuals", None, "with several replicas")

@@ -252,11 +252,12 @@ class Layout:
 
     def projection_bytes(self, early_step: bool) -> int:
         """Bytes received in a step, with a subspace step if `early_step`."""
-        received = self._reduce_bytes(_NUM_CHECKS)
         if self.by_rows:
-            received += self.combine_bytes
-            return received + (2 - early_step) * self.coefficients_bytes
-        return received + (3 - early_step) * self.combine_bytes
+            sums = (2 - early_step) * self.coefficients_bytes
+            return sums + self.combine_bytes + self._reduce_bytes(_NUM_CHECKS)
+        # Also the length of the Newton step, see `Subspace.clip_outlier`.
+        checks = self._reduce_bytes(_NUM_CHECKS) + self._reduce_bytes(1)
+        return (3 - early_step) * self.combine_bytes + checks
 
     def _reduce_bytes(self, count: int) -> int:
         """Bytes that a worker receives in an all-reduce of `count` numbers."""

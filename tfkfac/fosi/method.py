@@ -301,10 +301,9 @@ class FOSIMethod(Method):
         job = self.job
         weights = job.model.trainable_variables
         gradients = gradient_bytes(weights, job.topology.hint)
-        projections = layout.projection_bytes(is_plain_sgd(job))
         plain = {
             "gradients": all_reduce_bytes(gradients, layout.workers),
-            "projections": Subspace.clip_bytes(layout) + projections,
+            "projections": layout.projection_bytes(is_plain_sgd(job)),
             "lanczos": 0,
             "directions": 0,
             "weights": 0,

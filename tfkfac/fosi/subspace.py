@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfkfac.checks import is_number
-from tfkfac.distributed.collectives import Communicator, all_reduce_bytes
+from tfkfac.distributed.collectives import Communicator
 from tfkfac.fosi.layouts import Layout, Split, SubspaceStep
 from tfkfac.linalg.tensors import all_finite
 from tfkfac.saving.entries import Contents, Region, Spread
@@ -149,12 +149,6 @@ class Subspace(Slots):
         self.square.assign(tf.where(mean > 0, average, clipped))
         factor = tf.sqrt(tf.math.divide_no_nan(clipped, square))
         return c * tf.where(square > limit, factor, tf.ones_like(factor))
-
-    @staticmethod
-    def clip_bytes(layout: Layout) -> int:
-        """Bytes that a worker receives in `clip_outlier`."""
-        item = layout.geometry.dtype.size * (not layout.reduces_gradients)
-        return all_reduce_bytes(item, layout.workers)
 
     def inverse_curvature(self, rank: int) -> tf.Tensor:
         """`1 / |lambda|` of the local directions; 0 if not `is_strong`."""
