@@ -91,29 +91,6 @@ def test_prelu_as_activation_of_a_layer() -> None:
     assert_close(step.of("dense")["G"], G, 1e-5, "G of the layer")
 
 
-class Evaluated(layers.Layer):
-    """Batch normalisation by moving averages, also in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = layers.BatchNormalization(name="norm")
-
-    def build(self, shape: Any) -> None:
-        self.norm.build(shape)
-        self.norm.moving_mean.assign([1.0, 2.0, 3.0])
-
-    def call(self, x: Any) -> Any:
-        return self.norm(x, training=False)
-
-
-def test_moving_averages_in_training() -> None:
-    model, x, y = problem(Evaluated(), (5, 3), BATCH)
-    u = np.stack(list(per_example(model, x, y).values()), -1)
-    G = np.einsum("nfi,nfj->fij", u, u) / BATCH
-    step = train_once(model, x, y, eager=False)
-    assert_close(step.of("norm")["G"], G, 1e-5, "G")
-
-
 # ------------------------------------------------------------ rows without loss
 def test_sample_weights_per_output() -> None:
     """The rows of a head count where its own loss has a nonzero weight."""

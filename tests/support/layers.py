@@ -43,13 +43,6 @@ def each_step(make: Any) -> Any:
     )
 
 
-def frozen_scale(name: str, dtype: str) -> Any:
-    layer = layers.LayerNormalization(name=name, dtype=dtype)
-    layer.build((None, 3, 4))
-    layer.gamma.trainable = False
-    return layer
-
-
 def einsum(equation: str, shape: Any, bias: str | None = None) -> Any:
     return partial(layers.EinsumDense, equation, shape, bias_axes=bias)
 
@@ -125,7 +118,6 @@ LAYERS: dict[str, Case] = {
     "batch_no_scale": (batch_norm(scale=False), (2, 3)),
     "layer_two_axes": (layer_norm(axis=(-2, -1)), (2, 3, 4)),
     "layer_no_center": (layer_norm(center=False), (3, 4)),
-    "layer_frozen_scale": (frozen_scale, (3, 4)),
     "group": (group_norm(2), (3, 2, 4)),
     "group_no_scale": (group_norm(3, scale=False), (4, 6)),
     "rms": (layers.RMSNormalization, (3, 4)),
@@ -326,7 +318,7 @@ class NormalizationView(View):
         # RMSNormalization's `scale` is a variable, elsewhere it is a flag.
         scale = getattr(layer, "gamma", getattr(layer, "scale", None))
         hat, g = (self.features(v) for v in (self.normalized(x), g))
-        parts = [(g * hat).sum(1)] * getattr(scale, "trainable", False)
+        parts = [(g * hat).sum(1)] * hasattr(scale, "shape")
         parts += [g.sum(1)] * (getattr(layer, "beta", None) is not None)
         self.groups = hat.shape[-1]
         return None, np.stack(parts, -1).swapaxes(0, 1)[:, :, None]

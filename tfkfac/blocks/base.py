@@ -30,7 +30,8 @@ from tfkfac.blocks.rows import (
     with_shape,
 )
 from tfkfac.capture.taps import Record
-from tfkfac.factors import Diagonal, Factor, Limit
+from tfkfac.compat.functions import TraceKey
+from tfkfac.factors import Dense, Diagonal, Factor, Limit
 
 
 class Block(abc.ABC):
@@ -95,6 +96,15 @@ class Block(abc.ABC):
     @abc.abstractmethod
     def rows(self, record: Record) -> Rows:
         """Convert a recorded layer call to rows `a` and `g`."""
+
+    def trace_key(self, record: Record) -> TraceKey | None:
+        """Key under which calls share one traced statistics function.
+
+        The shared function depends on input, gradient and moments of the
+        record only. It is not used for records with a mask. None, the default,
+        traces each call separately.
+        """
+        return None
 
     def relevant(
         self, calls: Sequence[Sequence[Record]]
@@ -261,6 +271,17 @@ class MatrixBlock(Block):
             "A": self.limit.matrix(inputs + len(self._bias), tuple(groups)),
             "G": self.limit.matrix(outputs, tuple(groups)),
         }
+
+    def dense_trace_key(self, record: Record) -> TraceKey | None:
+        """Trace key of a layer whose rows `a` are its unmodified inputs.
+
+        None unless the input is one tensor and both factors are `Dense`.
+        """
+        is_tensor = isinstance(record.inputs, tf.Tensor)
+        factor_types = tuple(type(factor) for factor in self.factors.values())
+        if not is_tensor or factor_types != (Dense, Dense):
+            return None
+        return TraceKey((type(self), self.dtype, bool(self._bias)))
 
     @override
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:

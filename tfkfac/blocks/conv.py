@@ -16,7 +16,7 @@ from tfkfac.blocks.correlation import (
 from tfkfac.blocks.patches import Geometry, Patches
 from tfkfac.blocks.rows import Rows, Statistic, fold_positions
 from tfkfac.capture.taps import Record
-from tfkfac.compat.functions import shared_call
+from tfkfac.compat.functions import TraceKey, shared_call
 from tfkfac.factors import Dense
 from tfkfac.linalg.tensors import size_of
 
@@ -46,6 +46,20 @@ class ConvBlock(MatrixBlock):
         layer = self.layer
         is_plain = layer.data_format == "channels_last" and not self.groups
         return is_plain and max(*layer.kernel_size, *layer.strides) == 1
+
+    @override
+    def trace_key(self, record: Record) -> TraceKey | None:
+        if self._is_pointwise:
+            return self.dense_trace_key(record)
+        key = (
+            type(self),
+            self.dtype,
+            len(self.variables),
+            tuple(self.factors.items()),
+            _geometry(self.layer),
+            self.layer.data_format,
+        )
+        return TraceKey(key, any_size=False)
 
     @override
     def rows(self, record: Record) -> Rows:
@@ -117,6 +131,10 @@ class SeparableDepthwiseBlock(DepthwiseConvBlock):
     kind = "SeparableConv, depthwise"
     _kernel_name = "depthwise_kernel"
     _covers_bias = False
+
+    @override
+    def trace_key(self, record: Record) -> None:
+        return None  # the statistics depend on the pointwise kernel
 
     @override
     def _gradients(self, gradient: tf.Tensor) -> tf.Tensor:

@@ -12,6 +12,7 @@ from typing_extensions import override
 from tfkfac.blocks.base import MatrixBlock
 from tfkfac.blocks.rows import Rows, fold_mask, fold_positions
 from tfkfac.capture.taps import Record
+from tfkfac.compat.functions import TraceKey
 
 
 class DenseBlock(MatrixBlock):
@@ -19,6 +20,10 @@ class DenseBlock(MatrixBlock):
 
     kind = "Dense"
     examples_first = True
+
+    @override
+    def trace_key(self, record: Record) -> TraceKey | None:
+        return self.dense_trace_key(record)
 
     @override
     def rows(self, record: Record) -> Rows:

@@ -11,6 +11,7 @@ from tfkfac.blocks.base import Block, MatrixBlock
 from tfkfac.blocks.dense import DenseBlock
 from tfkfac.blocks.rows import Rows, Statistic, fold_mask, fold_positions
 from tfkfac.capture.taps import Record
+from tfkfac.compat.functions import TraceKey
 from tfkfac.factors import Diagonal, Factor
 
 
@@ -121,6 +122,10 @@ class ProjectionBlock(DenseBlock):
         self, calls: Sequence[Sequence[Record]]
     ) -> list[Sequence[Record]]:
         return [call for call in calls if is_reverse(call)]
+
+    @override
+    def trace_key(self, record: Record) -> TraceKey | None:
+        return super().trace_key(record) if self.examples_first else None
 
     @override
     def rows(self, record: Record) -> Rows:

@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -11,6 +12,7 @@ from typing_extensions import override
 from tfkfac.blocks.base import Block, PerExampleBlock
 from tfkfac.blocks.rows import Rows, fold_axes, with_shape
 from tfkfac.capture.taps import Record
+from tfkfac.compat.functions import TraceKey, shared_call
 from tfkfac.compat.overrides import given_moments
 from tfkfac.factors import Dense, Factor
 
@@ -59,43 +61,133 @@ class NormalizationBlock(Block):
         return {"G": Dense(len(self._weights), (self._features,))}
 
     @override
+    def trace_key(self, record: Record) -> TraceKey | None:
+        layer = self.layer
+        if (
+            type(layer) is not keras.layers.BatchNormalization
+            or record.moments is None
+            or any(tf.is_tensor(value) for value in record.kwargs.values())
+            or layer.axis not in (-1, record.inputs.shape.rank - 1)
+        ):
+            return None
+        is_scale = tuple(weight is self._scale for weight in self._weights)
+        return TraceKey((type(self), self.dtype, layer.epsilon, is_scale))
+
+    @override
     def rows(self, record: Record) -> Rows:
-        g = self._features_last(self.cast(record.gradient))
+        if self.trace_key(record) is not None:
+            return Rows(None, self._batch_norm_sums(record), None)
+        tensors: dict[str, tf.Tensor] = {}
+        constants: dict[str, Any] = {}
+        for name, value in record.kwargs.items():
+            (tensors if tf.is_tensor(value) else constants)[name] = value
+
+        def sums(
+            inputs: tf.Tensor,
+            gradient: tf.Tensor,
+            moments: Sequence[tf.Tensor],
+            tensors: Mapping[str, tf.Tensor],
+            statistics: Sequence[tf.Tensor],
+        ) -> tf.Tensor:
+            kwargs = constants | dict(tensors)
+            arguments = inputs, moments or None, kwargs, statistics
+            return self._sums(gradient, lambda: self._normalized(*arguments))
+
+        return Rows(
+            None,
+            shared_call(
+                ("normalization", self._signature, tuple(constants.items())),
+                sums,
+                record.inputs,
+                record.gradient,
+                record.moments or (),
+                tensors,
+                [tf.convert_to_tensor(w) for w in self._other_variables],
+            ),
+            None,
+        )
+
+    def _batch_norm_sums(self, record: Record) -> tf.Tensor:
+        """Compute `_sums` from the recorded batch moments."""
+        mean, variance = (self.cast(m) for m in record.moments or ())
+        g, epsilon = self.cast(record.gradient), self.layer.epsilon
+        positions = list(range(1, g.shape.rank - 1))
+        sums = []
+        for weight in self._weights:
+            gradient = g
+            if weight is self._scale:
+                inputs = self.cast(record.inputs)
+                gradient *= tf.nn.batch_normalization(
+                    inputs, mean, variance, None, None, epsilon
+                )
+            sums.append(tf.reduce_sum(gradient, positions))
+        return tf.expand_dims(tf.stack(sums, -1), 1)
+
+    @property
+    def _signature(self) -> Hashable:
+        """Cache key of the layer's computation."""
+        layer, layer_class = self.layer, type(self.layer)
+        # The config of a custom layer may not describe its computation.
+        if getattr(keras.layers, layer_class.__name__, None) is not layer_class:
+            return id(layer)
+        config = {k: v for k, v in layer.get_config().items() if k != "name"}
+        weights = tuple((tuple(w.shape), w.trainable) for w in layer.variables)
+        return layer_class, self.dtype, str(config), weights
+
+    @property
+    def _other_variables(self) -> list[keras.Variable]:
+        """Variables of the layer except scale and offset."""
+        excluded = [id(weight) for weight in self._scale_and_offset]
+        return [w for w in self.layer.variables if id(w) not in excluded]
+
+    def _sums(
+        self, gradient: tf.Tensor, normalize: Callable[[], tf.Tensor]
+    ) -> tf.Tensor:
+        """Gradients per example: `(batch, 1, features, weights)`."""
+        g = self._features_last(self.cast(gradient))
         products = [
-            g * self._features_last(self.cast(self._normalized(record)))
+            g * self._features_last(self.cast(normalize()))
             if weight is self._scale
             else g
             for weight in self._weights
         ]
         # Sum before stacking: `tf.stack` on the last axis copies slowly.
         sums = [tf.reduce_sum(p, 1, keepdims=True) for p in products]
-        return Rows(None, tf.stack(sums, -1), None)
+        return tf.stack(sums, -1)
 
     @property
     def _features(self) -> int:
         return math.prod(self._weights[0].shape)
 
-    def _normalized(self, record: Record) -> tf.Tensor:
+    def _normalized(self, *arguments: Any) -> tf.Tensor:
         """Normalised input: the output for scale 1 and offset 0."""
-        return self._output(record, has_scale=True)
+        return self._output(True, *arguments)
 
-    def _output(self, record: Record, has_scale: bool) -> tf.Tensor:
+    def _output(
+        self,
+        unit_scale: bool,
+        inputs: tf.Tensor,
+        moments: Sequence[tf.Tensor] | None,
+        kwargs: Mapping[str, Any],
+        statistics: Sequence[tf.Tensor],
+    ) -> tf.Tensor:
         """Output of the layer for scale 1 or 0 and offset 0.
 
         Moving statistics are not updated a second time. Recorded batch moments
         are reused, because synchronised moments need a collective.
         """
-        layer, scale = self.layer, self._scale if has_scale else None
+        scale = self._scale if unit_scale else None
         values = [
             (w, (tf.ones if w is scale else tf.zeros)(w.shape, w.dtype))
             for w in self._scale_and_offset
         ]
+        values += zip(self._other_variables, statistics, strict=True)
+        layer = self.layer
         with (
             keras.StatelessScope(state_mapping=values),
-            given_moments(layer, record.moments),
+            given_moments(layer, moments),
         ):
-            inputs = self.cast(record.inputs)
-            return type(layer).call(layer, inputs, **record.kwargs)
+            return type(layer).call(layer, self.cast(inputs), **kwargs)
 
     def _features_last(self, tensor: tf.Tensor) -> tf.Tensor:
         """Reshape `(batch, ...)` to `(batch, shared, features)`."""
@@ -136,9 +228,9 @@ class ShiftedNormalizationBlock(NormalizationBlock):
         return NormalizationBlock.unsupported(layer)
 
     @override
-    def _normalized(self, record: Record) -> tf.Tensor:
-        unshifted = self._output(record, has_scale=False)
-        return self._output(record, has_scale=True) - unshifted
+    def _normalized(self, *arguments: Any) -> tf.Tensor:
+        unshifted = self._output(False, *arguments)
+        return self._output(True, *arguments) - unshifted
 
 
 def axes_of(layer: keras.layers.Layer) -> list[int]:

@@ -6,6 +6,7 @@ that contains a gradient. Each pass adds a record to the call. `records_of`
 selects the records that reproduce the applied gradient.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,8 @@ from tfkfac.blocks.base import Block
 from tfkfac.blocks.patches import Patches
 from tfkfac.blocks.rows import Rows, Statistic
 from tfkfac.capture.taps import Record
-from tfkfac.compat.functions import shared_call
-from tfkfac.compat.graphs import once_per_graph
+from tfkfac.compat.functions import TraceKey, shared_call
+from tfkfac.compat.graphs import in_xla, once_per_graph
 from tfkfac.linalg.tensors import size_of
 
 # Default subsample: 1/4 of the batch, at least 64 examples over all workers.
@@ -49,7 +50,6 @@ def choose_subsample(
     A `fraction` of None is the default subsample. `workers` is the number of
     workers that sum their statistics.
     """
-    offset = tf.convert_to_tensor(offset)  # read a variable once
     if fraction is None:
         min_examples = math.ceil(_MIN_EXAMPLES / workers)
         return Subsample(_DEFAULT_FRACTION, offset, min_examples)
@@ -80,7 +80,7 @@ class Examples:
                 divisor, tf.float64
             )
 
-        offset = subsample.offset
+        offset = tf.convert_to_tensor(subsample.offset, tf.int64)
         settings = "examples", subsample.fraction, subsample.min_examples
         # Layers of equal batch sizes have the same examples.
         self._indices, self.weight = once_per_graph(
@@ -135,6 +135,24 @@ class BatchSettings(NamedTuple):
     # scaling; None is 1.
     unscale: tf.Tensor | None = None
 
+    def scalars(self) -> dict[str, tf.Tensor]:
+        """The scalar fields that are not None, as tensors by name."""
+        fields = {
+            "scale": self.scale,
+            "terms": self.terms,
+            "unscale": self.unscale,
+            "offset": self.subsample and self.subsample.offset,
+        }
+        present = {name: x for name, x in fields.items() if x is not None}
+        return {name: tf.convert_to_tensor(x) for name, x in present.items()}
+
+    def with_scalars(self, scalars: Mapping[str, tf.Tensor]) -> "BatchSettings":
+        """Return a copy with the given values of the scalar fields."""
+        values, subsample = dict(scalars), self.subsample
+        if subsample is not None:
+            subsample = subsample._replace(offset=values.pop("offset"))
+        return self._replace(subsample=subsample, **values)
+
 
 def batch_statistics(
     layers: Mapping[K, tuple[Block, Sequence[Record]]], settings: BatchSettings
@@ -149,9 +167,27 @@ def batch_statistics(
     """
     if not layers:
         return {}
+    # Read the variables of the settings once, not for each layer.
+    settings = settings.with_scalars(settings.scalars())
+    counts = collections.Counter(
+        _trace_key(block, record, settings)
+        for block, records in layers.values()
+        for record in records
+    )
     results = {}
     for layer, (block, records) in layers.items():
-        statistics = [_sums(block, record, settings) for record in records]
+        statistics = []
+        for record in records:
+            key = _trace_key(block, record, settings)
+            # Inline a key that is used once: a shared function only slows
+            # tracing. For fixed sizes it gives convolutions oneDNN kernels.
+            # XLA compiles each call. Inlined calls share the choice of the
+            # examples.
+            is_single = counts[key] == 1
+            if key is None or in_xla() or (key.any_size and is_single):
+                statistics.append(_sums(block, record, settings))
+            else:
+                statistics.append(_shared_sums(block, record, settings, key))
         # Add up the statistics of all calls of the layer.
         shapes, pooled = block.factor_shapes, {}
         for name in statistics[0]:
@@ -169,6 +205,21 @@ def batch_statistics(
     return results
 
 
+def _trace_key(
+    block: Block, record: Record, settings: BatchSettings
+) -> TraceKey | None:
+    """Trace key of the statistics of a call; None if they are not shared."""
+    if record.mask is not None or settings.weightless:
+        return None
+    key = block.trace_key(record)
+    if key is None:
+        return None
+    subsample, rank = settings.subsample, record.inputs.shape.rank
+    if subsample is not None:
+        subsample = subsample._replace(offset=None)
+    return key._replace(key=(key.key, rank, settings.sharing, subsample))
+
+
 def output_total(
     block: Block, records: Sequence[Record], settings: BatchSettings
 ) -> tf.Tensor:
@@ -179,6 +230,34 @@ def output_total(
         total = block.output_statistic(rows.g, settings.sharing)
         totals.append(_rescale(total, examples))
     return tf.add_n(totals)
+
+
+def _shared_sums(
+    block: Block, record: Record, settings: BatchSettings, key: TraceKey
+) -> dict[str, Statistic]:
+    """Compute `_sums` in a traced function, shared by equal keys."""
+
+    def sums(
+        inputs: tf.Tensor,
+        gradient: tf.Tensor,
+        moments: Any,
+        scalars: Mapping[str, tf.Tensor],
+    ) -> dict[str, Statistic]:
+        traced = dataclasses.replace(
+            record, inputs=inputs, gradient=gradient, moments=moments or None
+        )
+        return _sums(block, traced, settings.with_scalars(scalars))
+
+    return shared_call(
+        ("statistics", key.key),
+        sums,
+        record.inputs,
+        record.gradient,
+        tuple(record.moments or ()),
+        settings.scalars(),
+        any_size=key.any_size,
+        placed=not key.any_size,
+    )
 
 
 def _sums(

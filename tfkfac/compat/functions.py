@@ -1,7 +1,7 @@
 """Trace a per-layer function once per graph and call it for every layer."""
 
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 from tensorflow.core.framework.function_pb2 import FunctionDef
@@ -20,6 +20,19 @@ from tfkfac.compat.graphs import (
 )
 
 T = TypeVar("T")
+
+
+class TraceKey(NamedTuple):
+    """Key under which calls share one traced function.
+
+    Attributes:
+        key: A hashable value. It differs between calls that need different
+            operations for arguments of equal shapes and dtypes.
+        any_size: True if the function works for tensors of any size.
+    """
+
+    key: Hashable
+    any_size: bool = True
 
 
 def shared_call(
