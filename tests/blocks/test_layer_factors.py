@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from keras import layers
 
@@ -37,7 +38,8 @@ BATCH = 4
 
 
 # -------------------------------------------------------------- attention
-def test_attention() -> None:
+@pytest.mark.parametrize("name", ["multi_head", "gated"])
+def test_attention(name: str) -> None:
     """Projections of cross attention, with `weight_sharing="reduce"`.
 
     G is the second moment of the bias gradients. A is computed from queries or
@@ -45,8 +47,15 @@ def test_attention() -> None:
     """
 
     def build(dtype: str) -> Any:
-        layer = layers.MultiHeadAttention(2, 3, dtype=dtype)
-        inputs = [keras.Input((3, 4)), keras.Input((5, 6))]
+        if name == "multi_head":
+            # Only this layer supports a memory of another width.
+            layer, width = layers.MultiHeadAttention(2, 3, dtype=dtype), 6
+        else:
+            width = 4
+            layer = layers.GroupQueryAttention(
+                3, 4, 2, use_gate=True, dtype=dtype
+            )
+        inputs = [keras.Input((3, 4)), keras.Input((5, width))]
         model = keras.Model(inputs, layer(*inputs))
         randomize(model)
         return model

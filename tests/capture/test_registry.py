@@ -196,6 +196,7 @@ def nested() -> Any:
         ([re.compile("enc.*/.*t")], ["encoder/first"]),
         ([layers.BatchNormalization, "head"], ["encoder/second", "head"]),
         ([keras.Sequential], ["encoder/first", "encoder/second"]),
+        ((layers.Dense, "first"), ["encoder/first", "head"]),
         ((), []),
     ],
 )

@@ -84,10 +84,7 @@ class ConvBlock(MatrixBlock):
 
         gram = None
         if _is_image(self.layer) and isinstance(self.factors["A"], Dense):
-            images = channels_last(self.layer, self.cast(inputs))
-            # A sequence is an image of height 1.
-            is_image = len(self.layer.kernel_size) == 2
-            gram = self._gram_of(images if is_image else images[:, None])
+            gram = self._gram_of(_as_image(self.layer, self.cast(inputs)))
         return Rows(patches, g, None, gram)
 
     def _gradients(self, gradient: tf.Tensor) -> tf.Tensor:
@@ -182,8 +179,14 @@ def _is_image(layer: keras.layers.Layer) -> bool:
     return len(layer.kernel_size) < 3 and max(layer.dilation_rate) == 1
 
 
+def _as_image(layer: keras.layers.Layer, inputs: tf.Tensor) -> tf.Tensor:
+    """Return inputs as images; a sequence is an image of height 1."""
+    images = channels_last(layer, inputs)
+    return images if len(layer.kernel_size) == 2 else images[:, None]
+
+
 def _image_geometry(layer: keras.layers.Layer) -> Geometry:
-    """Two-dimensional geometry of a layer; a sequence has height 1."""
+    """Two-dimensional geometry of a layer, for images of `_as_image`."""
     ones = (1,) * (2 - len(layer.kernel_size))
     size, strides = (*ones, *layer.kernel_size), (*ones, *layer.strides)
     return Geometry(size, strides, layer.padding)

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from tfkfac.blocks.patches import Geometry, fit_axis, maximum
 from tfkfac.blocks.rows import Statistic
+from tfkfac.compat.functions import shared_call
 from tfkfac.linalg.tensors import size_of
 
 
@@ -158,7 +159,8 @@ def patch_gram(images: tf.Tensor, geometry: Geometry, bias: bool) -> Statistic:
     The elements of a patch have the order `(kernel size..., channels)`,
     followed by a 1 if there is a bias.
     """
-    window = _window(images, geometry)
+    is_large = _is_large(images.shape[1:3], geometry)
+    window = _window(images, geometry, is_large)
     statistic = _statistic(AllChannelPairs(), window, bias)
     if max(geometry.strides) == 1:
         return statistic
@@ -179,8 +181,17 @@ def channel_grams(
     images: tf.Tensor, geometry: Geometry, bias: bool
 ) -> Statistic:
     """Compute `patch_gram` of each channel, for stride 1."""
-    window = _window(images, geometry)
-    return _statistic(SameChannelPairs(), window, bias)
+    is_large = _is_large(images.shape[1:3], geometry)
+
+    def grams(images: tf.Tensor) -> Statistic:
+        window = _window(images, geometry, is_large)
+        return _statistic(SameChannelPairs(), window, bias)
+
+    signature = "channel grams", geometry, bias, is_large
+    statistic = shared_call(signature, grams, images, any_size=True)
+    elements = math.prod(geometry.size) + bias
+    statistic.total.set_shape([images.shape[-1], elements, elements])
+    return statistic
 
 
 def _statistic(pairs: AllChannelPairs, window: Window, bias: bool) -> Statistic:
@@ -273,9 +284,9 @@ def _is_large(cells: Sequence[int | None], geometry: Geometry) -> bool:
     )
 
 
-def _window(images: tf.Tensor, geometry: Geometry) -> Window:
+def _window(images: tf.Tensor, geometry: Geometry, is_large: bool) -> Window:
     """Convert a convolution to stride 1, without explicit padding if large."""
-    if _is_large(images.shape[1:3], geometry):
+    if is_large:
         paddings, sizes = [], []
         for axis, size in enumerate(geometry.size, start=1):
             # The padding for stride 1 is equal for images of all sizes.

@@ -107,12 +107,15 @@ class EinsumDenseBlock(MatrixBlock):
         sizes = dict(zip(labels.kernel, self._kernel.shape, strict=True))
         self._axis_sizes = sizes
         if labels.groups:
-            self.groups = math.prod(self._sizes(labels.groups))
-        # Axes of the kernel in the order (groups, inputs, outputs).
-        self._order = labels.groups + labels.contracted + labels.features
-        # Axes of the bias, also in the order (groups, outputs).
-        self._bias_order = labels.groups + labels.features
-        self._bias_labels = _select(labels.outputs, self._bias_order)
+            self.groups = self._axes_size(labels.groups)
+        # Permutation of the kernel axes to (groups, inputs, outputs).
+        order = labels.groups + labels.contracted + labels.features
+        self._kernel_order = [labels.kernel.index(c) for c in order]
+        # Shape of the bias, and permutation of its axes to (groups, outputs).
+        order = labels.groups + labels.features
+        bias = _select(labels.outputs, order)
+        self._bias_shape = [sizes[c] for c in bias]
+        self._bias_order = [bias.index(c) for c in order]
 
     @staticmethod
     @override
@@ -128,32 +131,33 @@ class EinsumDenseBlock(MatrixBlock):
             return f"bias over the axes {layer.bias_axes!r}"
         return MatrixBlock.unsupported(layer)
 
-    def _sizes(self, labels: str) -> list[int]:
-        return [self._axis_sizes[c] for c in labels]
+    def _axes_size(self, labels: str) -> int:
+        return math.prod(self._axis_sizes[c] for c in labels)
 
     def _output_size(self) -> int:
-        return math.prod(self._sizes(self._labels.features))
+        return self._axes_size(self._labels.features)
 
     def _split(self, kernel: tf.Tensor) -> tf.Tensor:
-        kernel = _permute(kernel, self._labels.kernel, self._order)
+        kernel = tf.transpose(kernel, self._kernel_order)
         return tf.reshape(kernel, self.matrix_shape)
 
     def _join(self, matrix: tf.Tensor) -> tf.Tensor:
-        kernel = tf.reshape(matrix, self._sizes(self._order))
-        return _permute(kernel, self._order, self._labels.kernel)
+        order = self._kernel_order
+        shape = [self._kernel.shape[i] for i in order]
+        return tf.transpose(tf.reshape(matrix, shape), invert(order))
 
     @override
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         kernel, *bias = gradients
         if bias:
-            squeezed = tf.reshape(bias[0], self._sizes(self._bias_labels))
-            bias = [_permute(squeezed, self._bias_labels, self._bias_order)]
+            squeezed = tf.reshape(bias[0], self._bias_shape)
+            bias = [tf.transpose(squeezed, self._bias_order)]
         return super().to_matrix([kernel, *bias])
 
     def _join_bias(self, row: tf.Tensor) -> tf.Tensor:
-        bias = tf.reshape(row, self._sizes(self._bias_order))
-        bias = _permute(bias, self._bias_order, self._bias_labels)
-        return super()._join_bias(bias)
+        order, shape = self._bias_order, self._bias_shape
+        bias = tf.reshape(row, [shape[i] for i in order])
+        return super()._join_bias(tf.transpose(bias, invert(order)))
 
     @override
     def rows(self, record: Record) -> Rows:
@@ -176,14 +180,15 @@ class EinsumDenseBlock(MatrixBlock):
     def _fold(self, tensor: tf.Tensor, labels: str, features: str) -> tf.Tensor:
         """Transpose and reshape to `(batch, shared, [groups,] features)`."""
         shared, groups = self._labels.shared, self._labels.groups
-        tensor = _permute(tensor, labels, shared + groups + features)
+        order = [labels.index(c) for c in shared + groups + features]
+        tensor = tf.transpose(tensor, order)
         shape = tf.shape(tensor)
         positions = tf.reduce_prod(shape[1 : len(shared)])
-        sizes = [math.prod(self._sizes(groups))] if groups else []
-        sizes.append(math.prod(self._sizes(features)))
+        sizes = [self._axes_size(groups)] if groups else []
+        sizes.append(self._axes_size(features))
         return tf.reshape(tensor, [shape[0], positions, *sizes])
 
 
-def _permute(tensor: tf.Tensor, labels: str, order: str) -> tf.Tensor:
-    """Transpose a tensor with some labels of its axes to another order."""
-    return tf.transpose(tensor, [labels.index(c) for c in order])
+def invert(order: Sequence[int]) -> list[int]:
+    """Invert a permutation."""
+    return sorted(range(len(order)), key=order.__getitem__)

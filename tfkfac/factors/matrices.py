@@ -1,10 +1,14 @@
 """Exact factor types: one matrix or a stack of matrices, and a diagonal."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import tensorflow as tf
 from typing_extensions import override
 
+from tfkfac.compat.functions import shared_call
+from tfkfac.compat.graphs import in_xla
 from tfkfac.factors.base import (
     VALUES,
     Factor,
@@ -14,8 +18,13 @@ from tfkfac.factors.base import (
     Tensors,
     TrianglePart,
 )
-from tfkfac.linalg.symmetric import damped_inverse, damped_inverse_root, eigh
-from tfkfac.linalg.tensors import rounding
+from tfkfac.linalg.symmetric import (
+    LARGE,
+    damped_inverse,
+    damped_inverse_root,
+    eigh,
+)
+from tfkfac.linalg.tensors import rounding, size_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +55,9 @@ class Dense(Factor):
 
     @override
     def gram(self, rows: tf.Tensor) -> tf.Tensor:
-        rows = tf.reshape(rows, [-1, *self.stack_shape, self.size])
+        # In a shared traced function only the dynamic sizes are known.
+        sizes = [size_of(rows, axis) for axis in range(2, rows.shape.rank)]
+        rows = tf.reshape(rows, [-1, *sizes])
         if self.stack_shape:
             rows = tf.transpose(rows, [1, 0, 2])
         return tf.matmul(rows, rows, transpose_a=True)
@@ -65,7 +76,21 @@ class Dense(Factor):
 
     @override
     def inverse(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
-        return {"": damped_inverse(value, damping)}
+        return self._decompose(damped_inverse, value, damping)
+
+    def _decompose(
+        self,
+        decompose: Callable[..., tf.Tensor],
+        value: tf.Tensor,
+        damping: tf.Tensor,
+    ) -> Tensors:
+        """Call `decompose(matrices, damping)` in a trace for all sizes."""
+        large = self.size >= LARGE  # the traced function has no static sizes
+        function = functools.partial(decompose, large=large)
+        key = None if in_xla() else (decompose, large)
+        result = shared_call(key, function, value, damping, any_size=True)
+        result.set_shape(value.shape)
+        return {"": result}
 
     @override
     def for_products(self, inverse: Tensors, dtype: tf.DType) -> Tensors:
@@ -86,7 +111,7 @@ class Dense(Factor):
 
     @override
     def root(self, value: tf.Tensor, damping: tf.Tensor) -> Tensors:
-        return {"": damped_inverse_root(value, damping)}
+        return self._decompose(damped_inverse_root, value, damping)
 
     @override
     def multiply_root(
@@ -119,7 +144,10 @@ class Dense(Factor):
 
     @override
     def eigen(self, value: tf.Tensor) -> Tensors:
-        values, vectors = eigh(value)
+        key = None if in_xla() else "eigh"
+        values, vectors = shared_call(key, eigh, value, any_size=True)
+        values.set_shape(value.shape[:-1])
+        vectors.set_shape(value.shape)
         return {"": vectors, VALUES: values}
 
     @override

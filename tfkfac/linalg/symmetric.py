@@ -39,15 +39,20 @@ def eigh(matrix: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return values, vectors
 
 
-def damped_inverse(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
+def damped_inverse(
+    matrix: tf.Tensor, damping: tf.Tensor, large: bool | None = None
+) -> tf.Tensor:
     """Compute `(M + damping I)^-1` by Cholesky.
 
     The damping is at least the rounding error of the factorisation, `4 eps
     trace(M)`, so that a singular matrix has an inverse. If the factorisation
-    fails, the result is NaN, which the caller has to reject.
+    fails, the result is NaN, which the caller has to reject. `large` selects
+    block inversion; None for `n >= LARGE`.
     """
     root = _damped_cholesky(matrix, damping)
-    if matrix.shape[-1] >= LARGE:
+    if large is None:
+        large = matrix.shape[-1] >= LARGE
+    if large:
         # Compute L^-1 and L^-T L^-1 blockwise, mostly by matrix products.
         # Solving for the identity has similar errors (Higham, 2002, section
         # 14.2), but takes twice the operations and uses a single core.
@@ -55,15 +60,18 @@ def damped_inverse(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
     return symmetrize(tf.linalg.cholesky_solve(root, _identity(root)))
 
 
-def damped_inverse_root(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
+def damped_inverse_root(
+    matrix: tf.Tensor, damping: tf.Tensor, large: bool | None = None
+) -> tf.Tensor:
     """Compute the upper triangular R with `R R^T = (M + damping I)^-1`.
 
     `R = L^-T` for the Cholesky factor L of the damped matrix. Arguments,
     minimum damping and failures as in `damped_inverse`.
     """
     root = _damped_cholesky(matrix, damping)
-    is_large = matrix.shape[-1] >= LARGE
-    inverse = _inverse(root, _LEVELS if is_large else 0)
+    if large is None:
+        large = matrix.shape[-1] >= LARGE
+    inverse = _inverse(root, _LEVELS if large else 0)
     return tf.linalg.matrix_transpose(inverse)
 
 

@@ -6,6 +6,8 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks import LayerGradient, MatrixGradient, RowGradient
+from tfkfac.compat.functions import shared_call
+from tfkfac.compat.graphs import in_xla
 from tfkfac.factors import Part, Side, Tensors
 from tfkfac.solvers.base import SIDES, Factors, Solver, of_factor, with_prefix
 
@@ -55,10 +57,8 @@ class InverseSolver(Solver):
         """
         if "A" not in means:
             return damping
-        pi = tf.sqrt(tf.math.divide_no_nan(means["A"], means["G"]))
-        is_positive = (means["A"] > 0) & (means["G"] > 0)
-        pi = tf.where(is_positive, pi, tf.ones_like(pi))
-        pi = tf.clip_by_value(pi, 1 / _MAX_PI, _MAX_PI)
+        key = None if in_xla() else "balance"
+        pi = shared_call(key, balance, means["A"], means["G"], any_size=True)
         root = tf.sqrt(damping)
         return pi * root if name == "A" else root / pi
 
@@ -111,3 +111,11 @@ class InverseSolver(Solver):
         if self.by_roots:
             return factor.multiply_root(inverse, matrix, side, back)
         return factor.multiply(inverse, matrix, side)
+
+
+def balance(mean_a: tf.Tensor, mean_g: tf.Tensor) -> tf.Tensor:
+    """Return `pi` within [1 / _MAX_PI, _MAX_PI]; 1 if a factor is zero."""
+    pi = tf.sqrt(tf.math.divide_no_nan(mean_a, mean_g))
+    pi = tf.where(mean_g > 0, pi, tf.ones_like(pi))
+    pi = tf.where(mean_a > 0, pi, tf.ones_like(pi))
+    return tf.clip_by_value(pi, 1 / _MAX_PI, _MAX_PI)
