@@ -14,7 +14,7 @@ from tfkfac.compat.losses import observed_losses
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.loss.shares import measure_loss
 from tfkfac.loss.targets import label_count, least_loss
-from tfkfac.loss.terms import read_terms
+from tfkfac.loss.terms import check_labels, read_terms
 
 LOSSES = keras.losses
 RNG = np.random.default_rng(0)
@@ -89,7 +89,7 @@ def measure(
     model = keras.Model(inputs, [layer()(x) for x in inputs])
     losses = [task.loss for task in tasks]
     model.compile("sgd", losses, loss_weights=loss_weights)
-    with observed_losses() as calls:
+    with observed_losses(check_labels) as calls:
         value = model.compute_loss(
             y=[task.labels for task in tasks],
             y_pred=model([tf.constant(task.outputs) for task in tasks]),

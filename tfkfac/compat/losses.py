@@ -85,12 +85,18 @@ class LossCall:
 
 
 @contextlib.contextmanager
-def observed_losses() -> Iterator[list[LossCall]]:
+def observed_losses(
+    check: Callable[[keras.losses.Loss, Any, Any], None] = lambda *_: None,
+) -> Iterator[list[LossCall]]:
     """Record the loss calls of this thread in this context, in order.
 
     A loss that is called by another loss is not recorded. This relies on
     `Loss.__call__` calling `reduce_weighted_values` through the attribute of
     its module.
+
+    Args:
+        check: Function of a loss, its labels and its predictions, called before
+            the loss.
     """
     calls: list[LossCall] = []
     reductions: list[list[Reduction]] = []  # stack, one entry per open call
@@ -106,6 +112,7 @@ def observed_losses() -> Iterator[list[LossCall]]:
     ) -> Any:
         if reductions:
             return below(loss, y_true, y_pred, *args, **kwargs)
+        check(loss, y_true, y_pred)
         reductions.append([])
         try:
             with written_variables() as written:

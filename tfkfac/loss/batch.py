@@ -30,7 +30,7 @@ from tfkfac.compat.models import (
     loss_layers,
 )
 from tfkfac.loss.shares import LossMeasure, weigh
-from tfkfac.loss.terms import LossTerms, mean_over, read_terms
+from tfkfac.loss.terms import LossTerms, check_labels, mean_over, read_terms
 
 # Arguments of Keras' `compute_loss`, in order.
 _ARGUMENTS = ("x", "y", "y_pred", "sample_weight", "training")
@@ -73,7 +73,7 @@ class LossTap(ModelTap[LossBatch]):
     ) -> Any:
         if not capturing():
             return below(*args, **kwargs)
-        with observed_losses() as calls:
+        with observed_losses(check_labels) as calls:
             loss = below(*args, **kwargs)
         model, earlier_batches = self._model(), self.pop_items()
         arguments = self.signature.bind(*args, **kwargs).arguments

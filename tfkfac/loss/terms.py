@@ -73,6 +73,30 @@ _KNOWN_LOSSES: dict[Any, Known] = {
 }
 # Losses registered by the user, keyed like `_KNOWN_LOSSES`.
 _registered: set[Any] = set()
+# Keras' losses that need a label for each output, not a class per term.
+_ELEMENTWISE = {
+    keras.losses.mean_squared_error,
+    keras.losses.mean_absolute_error,
+    keras.losses.huber,
+    keras.losses.log_cosh,
+    keras.losses.poisson,
+}
+
+
+def check_labels(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> None:
+    """Reject integer class labels for elementwise losses.
+
+    TensorFlow's error would name only incompatible shapes.
+    """
+    labels, outputs = (tuple(getattr(t, "shape", ())) for t in (y_true, y_pred))
+    is_short = len(labels) == len(outputs) - 1 and outputs[-1] not in (None, 1)
+    is_short = is_short and bool(labels) and labels[-1] != outputs[-1]
+    if is_short and loss_function(loss) in _ELEMENTWISE:
+        raise ValueError(
+            f"Loss '{loss.name}' compares outputs one by one. Received: labels "
+            f"of shape {labels} and outputs of shape {outputs}. Classes need "
+            '"sparse_categorical_crossentropy" or `keras.utils.to_categorical`.'
+        )
 
 
 def register_loss(loss: Any, factor: float | None, is_mean: bool) -> None:
