@@ -99,7 +99,7 @@ def test_workers_that_differ(
 ) -> None:
     """One changed bit of a weight raises the same error on all workers.
 
-    Before that worker 0 prints where it stands still, and leaves `fit` first:
+    Before that worker 0 stands still, which it prints, and leaves `fit` first:
     a worker may stop, or fail, in a callback after its last step.
     """
     interval, updates = RUNS[name]

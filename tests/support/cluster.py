@@ -22,7 +22,7 @@ from tests.support.ports import address, claim_ports
 from tests.support.programs import Program
 
 TIME_LIMIT_S = 180.0  # of a call, the start of the cluster included
-LOG_TAIL = 4000  # characters of each worker's log in an error message
+LOG_TAIL = 12_000  # characters of each worker's log in an error message
 GRACE_S = 10.0  # for the other workers after one has failed
 Call = Callable[..., Any]
 

@@ -66,6 +66,8 @@ class Examples:
     """
 
     def __init__(self, size: int | tf.Tensor, subsample: Subsample) -> None:
+        self._is_whole = subsample.is_whole(size)
+
         def choose(
             size: tf.Tensor, offset: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -100,6 +102,8 @@ class Examples:
             return None
         if isinstance(tensor, Patches):
             return tensor.select(self.of)
+        if self._is_whole:
+            return tensor
 
         def gather(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
             size = tf.shape(tensor, tf.int64)[0]

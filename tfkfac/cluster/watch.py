@@ -43,7 +43,6 @@ _MAX_CAUSE_CHARS = 2000
 _STALL_TIMEOUT_S = 60.0  # time without a step until it is reported
 # Files of Python's library in which idle threads wait; not reported.
 _IDLE_FILES = {"threading.py", "selectors.py", "queue.py", "thread.py"}
-_IDLE_FILES |= {"events.py", "coordination.py"}  # threads of `EventLog`
 # Text of the error of a collective, or of TensorFlow's coordination service.
 _COLLECTIVE_TEXT = re.compile(
     "[Cc]ollective|Additional GRPC error|CoordinationService"
@@ -280,11 +279,13 @@ class StallDetector(Listener):
         if last_step is None or time.monotonic() < last_step + self._timeout_s:
             return
         functions = []
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
         for identifier, frame in sys._current_frames().items():
             code, line = frame.f_code, frame.f_lineno
             file = pathlib.Path(code.co_filename).name
-            is_other = identifier != threading.get_ident()
-            if is_other and file not in _IDLE_FILES:
+            # Threads of `EventLog` are always waiting for events.
+            is_ours = names.get(identifier, "").startswith("tfkfac ")
+            if not is_ours and file not in _IDLE_FILES:
                 functions.append(f"{code.co_name} ({file}:{line})")
         print_line(
             f"{self._name}: no step has ended for {self._timeout_s:.0f} s. It "

@@ -287,7 +287,7 @@ def hint_at_inputs(
         squares = tf.square(tf.cast(inputs, tf.float32))
         is_far = tf.sqrt(tf.reduce_mean(squares)) > _MAX_INPUT_RMS
     message = (
-        f"{head}the inputs of layer '{block.path}' are far from unit scale, "
+        f"{head}The inputs of layer '{block.path}' are far from unit scale, "
         "which makes steps short: normalise the inputs of the model, for "
         "example by `keras.layers.Normalization` or `keras.layers.Rescaling`"
         f"{advice}."

@@ -433,8 +433,8 @@ def check_directions(
             unit = tf.math.multiply_no_nan(
                 W, per_row(tf.cast(scale, W.dtype), W)
             )
-            unit_square = tf.where(scale > 0, _unit_norm(D) ** 2, 0.0)
-            unit_square = tf.cast(unit_square, square.dtype)
+            unit_square = tf.constant(_unit_norm(D) ** 2, square.dtype)
+            unit_square *= tf.cast(scale > 0, square.dtype)
             results.append(
                 (select(flags, D, unit), select(flags, square, unit_square))
             )
