@@ -312,17 +312,24 @@ def equal_table(pairs: Sequence[Pair]) -> Table:
 
 def equal_headline(pairs: Sequence[Pair]) -> str:
     """Return how often `KFAC()` ends better at equal seconds."""
-    ends = {pair.kfac.problem: pair.end for pair in pairs}
-    if not ends:
+    last = {pair.kfac.problem: pair for pair in pairs}
+    if not last:
         return ""
-    counts = Counter(ends.values())
-    others = [name for name in FULL_PROBLEMS if name not in ends]
+    counts = Counter(pair.end for pair in last.values())
+    others = [name for name in FULL_PROBLEMS if name not in last]
+    worse = [
+        f"; {title(pair.baseline.method)} took "
+        f"{pair.seconds[pair.baseline] / pair.seconds[pair.kfac]:.1f} times "
+        f"the seconds on: {name}"
+        for name, pair in last.items()
+        if pair.end == "more"
+    ]
     return (
         "At **equal processor seconds**, with nothing chosen, `KFAC()` ends "
         f"better than the best tuned baseline on **{counts['less']} of "
-        f"{len(ends)} problems**, level on {counts[TIE]}, worse on "
-        f"{counts['more']} (three seeds that chose nothing; not run: "
-        f"{', '.join(others) or 'none'}). "
+        f"{len(last)} problems**, level on {counts[TIE]}, worse on "
+        f"{counts['more']} (three seeds that chose nothing{''.join(worse)}; "
+        f"not run: {', '.join(others) or 'none'}). "
     )
 
 
