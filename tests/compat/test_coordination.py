@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from typing import Any
 
@@ -42,6 +43,10 @@ def use_store() -> list[Any]:
     while not (silent := silent_workers()) and time.monotonic() < end:
         time.sleep(0.1)
     results.append(silent)
+    count = sys.getrefcount(tf.errors.UnavailableError)
+    for _ in range(5):
+        assert silent_workers() == [1]
+    results.append(sys.getrefcount(tf.errors.UnavailableError) >= count)
     abort_collectives("a reason")
     with pytest.raises(tf.errors.OpError):
         job.reduce("SUM", job.run(lambda: tf.constant(1.0)), axis=None)
@@ -62,3 +67,4 @@ def test_coordination_service() -> None:
     assert {first[1], second[1]} == {True, False}
     assert first[2:5] == second[2:5] == [3_000_000, 3_000_000, None]
     assert first[5] == [1]
+    assert first[6], "the class of the errors would be freed"

@@ -3,6 +3,8 @@
 The first worker runs the service. All workers send heartbeats to it.
 """
 
+import ctypes
+
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute import multi_worker_util
@@ -68,12 +70,19 @@ def silent_workers() -> list[int]:
     The call holds Python's global lock. On another worker it would suspend the
     process together with the first worker. This relies on the states of the
     tasks being None or an error, in the order of the configured jobs.
+
+    TensorFlow 2.21 drops a reference of the class of each error that it does
+    not own. Without a new one, the class is freed after some seconds, and the
+    process crashes.
     """
     jobs = context.context().coordination_service.coordinated_job_list
     states = context.context().get_task_states(
         [(job.name, job.num_tasks) for job in jobs]
     )
-    return [worker for worker, state in enumerate(states) if state is not None]
+    silent = {i: state for i, state in enumerate(states) if state is not None}
+    for error in silent.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(type(error)))
+    return list(silent)
 
 
 def abort_collectives(message: str) -> None:
