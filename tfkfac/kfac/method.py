@@ -29,7 +29,7 @@ from tfkfac.kfac.active import (
     with_rows,
 )
 from tfkfac.kfac.averages import CACHED_ELEMENTS, MAX_ELEMENTS
-from tfkfac.kfac.natural import Natural, count_invalid
+from tfkfac.kfac.natural import MOST_ROWS, Natural, count_invalid
 from tfkfac.kfac.placement import (
     FACTORS,
     INVERSES,
@@ -51,9 +51,9 @@ from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
 
 _RULES = {"natural": Natural, "spectral": Spectral}
-# Default of `max_factor_dim`, and rank of the approximation of a factor with
-# more rows. It saves 90 % of the elements of a factor of 640 rows.
-MOST_ROWS, FACTOR_RANK = 640, 64
+# Rank of the approximation of a factor with more than `max_factor_dim` rows. It
+# saves 90 % of the elements of a factor of 640 rows.
+FACTOR_RANK = 64
 
 
 class KFACMethod(Method):
@@ -439,15 +439,17 @@ class KFACMethod(Method):
         """Blocks of the model, and the assignment of blocks to workers."""
         if self._placement is None:
             trace_nested_calls(self.job.model)
-            size: Any = self.settings.max_factor_dim
-            rows = MOST_ROWS if size == AUTO else size
+            rows: Any = self.settings.max_factor_dim
+            dense_rows = rows
+            if rows == AUTO:
+                rows, dense_rows = MOST_ROWS, self._rule.most_dense_rows
             registry = build_registry(
                 self.job.model,
                 self.settings.skip_layers,
                 self.settings.only_layers,
                 Limit(rows, FACTOR_RANK),
                 self._rule.excluded_blocks,
-                self._rule.dense_limit if size == AUTO else None,
+                Limit(dense_rows, FACTOR_RANK),
             )
             self._placement = Placement(
                 registry,

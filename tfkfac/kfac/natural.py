@@ -16,7 +16,6 @@ from tfkfac.blocks.registry import Registry
 from tfkfac.compat.functions import when
 from tfkfac.compat.models import replica_variable
 from tfkfac.compat.optimizers import is_decayed, knows_variable
-from tfkfac.factors import Limit
 from tfkfac.kfac.active import ActiveBlock, ActiveGroup
 from tfkfac.kfac.length import (
     HINT_STEP,
@@ -34,6 +33,7 @@ from tfkfac.training.step import Gradients, Step
 
 # Embedding blocks: no spectral steps, no hint at the scale of the inputs.
 TABLES = (EmbeddingBlock, PositionEmbeddingBlock)
+MOST_ROWS = 640  # default of `max_factor_dim`
 
 
 class Preconditioned(NamedTuple):
@@ -58,8 +58,7 @@ class Natural:
         without_loss: Sentence of the warning where the loss is unknown.
         has_product: True if `<P, W>` of row gradients is computed.
         extra_scalars: Number of scalars sent with each direction.
-        dense_limit: Limit of the factors of dense layers at the default
-            `max_factor_dim`. None for that of other layers.
+        most_dense_rows: Default of `max_factor_dim` for dense layers.
     """
 
     title = ""
@@ -72,7 +71,7 @@ class Natural:
     has_product = True
     extra_scalars = 0
     excluded_blocks: tuple[type[Block], ...] = ()
-    dense_limit: Limit | None = None
+    most_dense_rows = MOST_ROWS
 
     def __init__(self, settings: KFACSettings) -> None:
         self.settings = settings

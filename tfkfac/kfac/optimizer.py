@@ -186,9 +186,8 @@ class KFAC(SecondOrderOptimizer):
             Nystroem's approximation, whose decomposition acts on the leading
             directions, and as a multiple of the identity on all others.
             `summary` shows the share of the trace in the leading directions.
-            "auto" is 640, but 127 with 32 columns for `Dense` and
-            `EinsumDense` layers in spectral steps. None is no limit. Defaults
-            to "auto".
+            "auto" is 640, but 127 for `Dense` and `EinsumDense` layers in
+            spectral steps. None is no limit. Defaults to "auto".
         skip_layers: Names, regular expressions (they match a layer's whole
             name or path) or classes of layers to leave to the rest optimizer;
             one, or several in a list or tuple. A rule that matches a layer
