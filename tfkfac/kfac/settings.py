@@ -11,7 +11,6 @@ import tensorflow as tf
 from tfkfac.capture.walk import LayerRule
 from tfkfac.checks import check_bool, check_choice, check_count, is_number
 from tfkfac.distributed.plan import MODES, POLICIES
-from tfkfac.schedules import FitDecay
 from tfkfac.shell.arguments import (
     Hyperparameter,
     Settings,
@@ -20,6 +19,7 @@ from tfkfac.shell.arguments import (
 )
 from tfkfac.shell.rest import INNER, LengthRate, choose_rest, default_rest_rate
 from tfkfac.shell.small_rates import RATE
+from tfkfac.training.fit_decay import FitDecay
 
 # Default learning rate of natural-gradient steps, whose length is clipped.
 DEFAULT_KL_CLIP = 0.02

@@ -12,9 +12,9 @@ from tfkfac.compat.optimizers import (
     rate_of,
     raw_iterations,
 )
-from tfkfac.schedules.fit_decay import FitDecay, RunPlan
 from tfkfac.shell.arguments import refuse_setting, wrapped_setting
 from tfkfac.shell.saving import HOW_TO_COPY
+from tfkfac.training.fit_decay import FitDecay, RunPlan
 
 _SUBCLASS = "Add variables in a subclass of the inner optimizer."
 

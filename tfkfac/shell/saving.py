@@ -34,8 +34,8 @@ from tfkfac.saving.store import (
     worker_key,
     write_format,
 )
-from tfkfac.schedules.fit_decay import RunPlan
 from tfkfac.shell.method import Method
+from tfkfac.training.fit_decay import RunPlan
 from tfkfac.training.job import Job
 
 # Section of the inner and the rest optimizer. Files of models do not have it:

@@ -16,7 +16,7 @@ from tfkfac.distributed.topology import find_topology
 from tfkfac.loss.batch import LossBatch
 from tfkfac.loss.shares import LossScaling
 from tfkfac.loss.terms import LossTerms, mean_over
-from tfkfac.schedules.fit_decay import RunPlan
+from tfkfac.training.fit_decay import RunPlan
 from tfkfac.training.guards import Streak
 
 

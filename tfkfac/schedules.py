@@ -1,5 +1,5 @@
 """Learning rate schedules."""
 
-from tfkfac.schedules.fit_decay import FitDecay
+from tfkfac.training.fit_decay import FitDecay
 
 __all__ = ["FitDecay"]
