@@ -66,12 +66,12 @@ def on_post_build(config: Any, **_: Any) -> None:
 
 
 def public_names() -> set[str]:
-    """Return `tfkfac.__all__`, and the `__all__` of its subpackages in it."""
+    """Return `tfkfac.__all__`, and the `__all__` of the modules in it."""
     names = set()
-    for name in _all_of(PACKAGE):
+    for name in _all_of(PACKAGE / "__init__.py"):
         names.add(f"tfkfac.{name}")
-        if (PACKAGE / name).is_dir():
-            members = _all_of(PACKAGE / name)
+        for file in (PACKAGE / name / "__init__.py", PACKAGE / f"{name}.py"):
+            members = _all_of(file) if file.is_file() else []
             names |= {f"tfkfac.{name}.{member}" for member in members}
     return names
 
@@ -83,9 +83,9 @@ def entries(inventory: pathlib.Path) -> set[str]:
     return {line.split(" ", 1)[0] for line in lines}
 
 
-def _all_of(package: pathlib.Path) -> list[str]:
-    """Return the `__all__` of a package."""
-    tree = ast.parse((package / "__init__.py").read_text())
+def _all_of(file: pathlib.Path) -> list[str]:
+    """Return the `__all__` of a file."""
+    tree = ast.parse(file.read_text())
     return next(
         ast.literal_eval(node.value)
         for node in tree.body

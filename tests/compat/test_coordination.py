@@ -46,7 +46,8 @@ def use_store() -> list[Any]:
     count = sys.getrefcount(tf.errors.UnavailableError)
     for _ in range(5):
         assert silent_workers() == [1]
-    results.append(sys.getrefcount(tf.errors.UnavailableError) >= count)
+    # Each call would release a reference; other threads may hold some.
+    results.append(sys.getrefcount(tf.errors.UnavailableError) > count - 5)
     abort_collectives("a reason")
     with pytest.raises(tf.errors.OpError):
         job.reduce("SUM", job.run(lambda: tf.constant(1.0)), axis=None)

@@ -71,15 +71,15 @@ def silent_workers() -> list[int]:
     process together with the first worker. This relies on the states of the
     tasks being None or an error, in the order of the configured jobs.
 
-    TensorFlow 2.21 drops a reference of the class of each error that it does
-    not own. Without a new one, the class is freed after some seconds, and the
-    process crashes.
+    `TFE_GetTaskStates` of TensorFlow 2.21 releases a borrowed reference to the
+    class of each error. This function restores the reference: at a count of 0
+    Python would free the class, and the process would crash.
     """
     jobs = context.context().coordination_service.coordinated_job_list
     states = context.context().get_task_states(
         [(job.name, job.num_tasks) for job in jobs]
     )
-    silent = {i: state for i, state in enumerate(states) if state is not None}
+    silent = {i: error for i, error in enumerate(states) if error is not None}
     for error in silent.values():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(type(error)))
     return list(silent)

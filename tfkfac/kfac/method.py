@@ -442,7 +442,7 @@ class KFACMethod(Method):
             rows: Any = self.settings.max_factor_dim
             dense_rows = rows
             if rows == AUTO:
-                rows, dense_rows = MOST_ROWS, self._rule.most_dense_rows
+                rows, dense_rows = MOST_ROWS, self._rule.dense_layer_rows
             registry = build_registry(
                 self.job.model,
                 self.settings.skip_layers,

@@ -58,7 +58,7 @@ class Natural:
         without_loss: Sentence of the warning where the loss is unknown.
         has_product: True if `<P, W>` of row gradients is computed.
         extra_scalars: Number of scalars sent with each direction.
-        most_dense_rows: Default of `max_factor_dim` for dense layers.
+        dense_layer_rows: Default of `max_factor_dim` for dense layers.
     """
 
     title = ""
@@ -71,7 +71,7 @@ class Natural:
     has_product = True
     extra_scalars = 0
     excluded_blocks: tuple[type[Block], ...] = ()
-    most_dense_rows = MOST_ROWS
+    dense_layer_rows = MOST_ROWS
 
     def __init__(self, settings: KFACSettings) -> None:
         self.settings = settings
