@@ -253,10 +253,15 @@ def test_trace_is_restored(factor: Any) -> None:
         case = Case(factor, count)
         assert_close(factor.as_matrix(case.value), case.exact, 1e-9)
     case = Case(factor)
-    want = np.trace(case.exact, axis1=-2, axis2=-1)
+    trace = np.trace(case.exact, axis1=-2, axis2=-1)
     shown = factor.shown(case.value)
-    assert_close(np.trace(shown, axis1=-2, axis2=-1), want, 1e-12)
+    assert_close(np.trace(shown, axis1=-2, axis2=-1), trace, 1e-12)
+    _, missing = case.low_rank()
+    want = 1 - np.sum(missing) / np.sum(trace)
+    assert 0.3 < want < 0.95
+    assert float(factor.explained(case.value)) == pytest.approx(want)
     zeros = tf.zeros_like(case.value)
+    assert float(factor.explained(zeros)) == 0
     assert not np.any(factor.as_matrix(zeros))
     assert not np.any(factor.eigen(zeros)[VALUES])
 

@@ -72,6 +72,17 @@ def test_texts(layer: Any, shape: Any, limit: Any, want: list[str]) -> None:
     assert row[1:3] == want
 
 
+def test_summary_shows_the_share_of_a_sketch() -> None:
+    """A has rank 1 for equal inputs."""
+    model = sequential(layers.Dense(2), shape=(200,))
+    optimizer = bind(model, step="spectral")
+    (row,) = blocks_of(optimizer).values()
+    assert row[1] == "201 x 201, rank 64"
+    model.train_on_batch(np.ones((4, 200)), np.ones((4, 2)))
+    (row,) = blocks_of(optimizer).values()
+    assert row[1] == "201 x 201, rank 64 (100% of trace)"
+
+
 def test_bytes_of_a_sketch() -> None:
     model = sequential(layers.Dense(2, name="wide"), shape=(3000,))
     optimizer = bind(model, step="natural")

@@ -168,6 +168,13 @@ class LowRank(Factor):
         identity = tf.eye(self.size, dtype=F.dtype)
         return tf.cast(low_rank + rest * identity, value.dtype)
 
+    def explained(self, value: tf.Tensor) -> tf.Tensor:
+        """Fraction of the trace in the low-rank matrix `F F^T`."""
+        F, rest = self._split(value)
+        low_rank = tf.reduce_sum(tf.square(F))
+        trace = low_rank + self.size * tf.reduce_sum(rest)
+        return tf.math.divide_no_nan(low_rank, trace)
+
     @override
     def shown(self, value: tf.Tensor) -> tf.Tensor:
         return self.as_matrix(value)

@@ -524,6 +524,7 @@ class KFACMethod(Method):
         return report.describe(
             self.job,
             self.placement,
+            self.states,
             [f"Fisher matrix: {text}", *self._loss_lines],
             self._rule,
             self.state_bytes(),

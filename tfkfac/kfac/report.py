@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from tfkfac.blocks.registry import EXCLUDED, Leftover, Registry, count_weights
 from tfkfac.capture.walk import SKIPPED
+from tfkfac.factors import LowRank
 from tfkfac.kfac.natural import Natural
 from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.state import State
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.training.job import Job
 
@@ -77,11 +79,12 @@ def rest_role_and_class(job: Job) -> tuple[str, str]:
 def describe(
     job: Job,
     placement: Placement,
+    states: Sequence[State],
     notes: Sequence[str],
     rule: Natural,
     sizes: Mapping[str, int],
 ) -> list[str]:
-    """Return the lines of the summary."""
+    """Return the lines of the summary; `states` are empty before training."""
     inner = type(job.inner_optimizer).__name__
     title = (
         f"K-FAC '{job.name}' of model '{job.model.name}': solver "
@@ -89,7 +92,7 @@ def describe(
     )
     lines = [title + rule.title, *notes, ""]
     rows = [
-        block_row(placement, i)
+        block_row(placement, states, i)
         for i, block in enumerate(placement.blocks)
         if block.skip_reason is None
     ]
@@ -142,17 +145,28 @@ def describe(
     ]
 
 
-def block_row(placement: Placement, layer: int) -> tuple[str, ...]:
+def block_row(
+    placement: Placement, states: Sequence[State], layer: int
+) -> tuple[str, ...]:
     """Table row of one block, with the bytes of its state on this worker."""
     block, rank = placement.blocks[layer], placement.topology.local[0]
     cost, plan = placement.costs[layer], placement.plan
     state_bytes = cost.decomposition * plan.preconditions(rank, layer)
     state_bytes += sum(cost.factors[name] for name in plan.owns(rank, layer))
-    factors = block.factors
-    row = [
+    texts = {"A": "-", "G": "-"}
+    for name, spec in block.factors.items():
+        texts[name] = spec.text
+        for group in (group for state in states for group in state.averages):
+            if not isinstance(spec, LowRank) or layer not in group.positions:
+                continue
+            row = group.positions.index(layer)
+            if name in group.names and group.weight[row] > 0:
+                share = float(spec.explained(group.values()[name][row]))
+                texts[name] = f"{spec.text} ({share:.0%} of trace)"
+    cells = [
         block.path,
         block.kind,
-        *(factors[x].text if x in factors else "-" for x in "AG"),
+        *texts.values(),
         f"{count_weights(block.variables):,}",
         bytes_text(state_bytes),
     ]
@@ -162,5 +176,5 @@ def block_row(placement: Placement, layer: int) -> tuple[str, ...]:
         if len(owners) > 1:
             owners = dict.fromkeys(f"{k}: {w}" for k, w in by_name.items())
         workers = map(str, plan.layers[layer].gradient_workers)
-        row += [", ".join(owners), ", ".join(workers)]
-    return tuple(row)
+        cells += [", ".join(owners), ", ".join(workers)]
+    return tuple(cells)
