@@ -153,14 +153,17 @@ def block_row(
     cost, plan = placement.costs[layer], placement.plan
     state_bytes = cost.decomposition * plan.preconditions(rank, layer)
     state_bytes += sum(cost.factors[name] for name in plan.owns(rank, layer))
+    groups = [group for state in states for group in state.averages]
     texts = {"A": "-", "G": "-"}
     for name, spec in block.factors.items():
         texts[name] = spec.text
-        for group in (group for state in states for group in state.averages):
-            if not isinstance(spec, LowRank) or layer not in group.positions:
+        if not isinstance(spec, LowRank):
+            continue
+        for group in groups:
+            if layer not in group.positions or name not in group.names:
                 continue
             row = group.positions.index(layer)
-            if name in group.names and group.weight[row] > 0:
+            if group.weight[row] > 0:
                 share = float(spec.explained(group.values()[name][row]))
                 texts[name] = f"{spec.text} ({share:.0%} of trace)"
     cells = [
