@@ -35,6 +35,19 @@ def solver(case: Case, quick: bool) -> Training:
     return train({"solver": case["solver"]}, quick, case["batch"])
 
 
+def phases(case: Case, quick: bool) -> Training:
+    """A small BERT, with an epoch in each phase."""
+    return Training(
+        "kfac" if case["first"] == "K-FAC" else "lamb",
+        {"kl_clip": 0.005} if case["first"] == "K-FAC" else {},
+        script="masked_language",
+        examples=4_000 if quick else 16_000,
+        epochs=1,
+        batch_size=32,
+        second="lamb",
+    )
+
+
 def intervals(case: Case, quick: bool) -> Training:
     interval = case["inverse interval"]
     kfac = {
@@ -78,6 +91,16 @@ EXPERIMENTS = {
         solver,
         ("metric", "CPU seconds"),
         ELSEWHERE,
+    ),
+    "distributed-kfac-table-4": Experiment(
+        f"{DISTRIBUTED}, table 4",
+        "Does a language model that LAMB trains in the end gain by K-FAC in "
+        "the first phase?",
+        {"first": ("LAMB", "K-FAC")},
+        {},
+        phases,
+        ("metric", "CPU seconds"),
+        "BERT-large on Wikipedia and books, on up to 256 GPUs.",
     ),
     "distributed-kfac-table-5": Experiment(
         f"{DISTRIBUTED}, table 5",

@@ -25,7 +25,9 @@ ENVIRONMENT = {
 Case = Mapping[str, Any]
 Record = Mapping[str, Any]  # measurements of a worker, see `train`
 # Learning rates, unless the script has others.
-RATES = {"kfac": 0.1, "sgd": 0.05, "adam": 0.002, "rmsprop": 0.001}
+RATES = {
+    "kfac": 0.1, "sgd": 0.05, "adam": 0.002, "rmsprop": 0.001, "lamb": 0.03
+}  # fmt: skip
 
 
 class Training(NamedTuple):
@@ -41,6 +43,7 @@ class Training(NamedTuple):
     batch_size: int = 64  # of all workers together
     target: float = 0.98  # metric whose cost is measured
     workers: int = 1
+    second: str = ""  # optimizer of as many more epochs, of masked_language
 
     def run(self) -> list[Record]:
         """Train; return the measurements of each worker."""
@@ -119,14 +122,14 @@ def problem(training: Training) -> tuple[Any, Any, Callable[[Any], Any], str]:
     return train, test, build, "accuracy"
 
 
-def make_optimizer(training: Training, steps: int) -> Any:
+def make_optimizer(training: Training, name: str, steps: int) -> Any:
     """Return an optimizer whose rate falls linearly to 0."""
     import keras
 
     import tfkfac
 
     script: Any = importlib.import_module(training.script)
-    name, rates = training.optimizer, RATES | getattr(script, "RATES", {})
+    rates = RATES | getattr(script, "RATES", {})
     rate = keras.optimizers.schedules.PolynomialDecay(rates[name], steps, 0.0)
     if name == "kfac":
         return tfkfac.KFAC(rate, **training.arguments)
@@ -134,7 +137,7 @@ def make_optimizer(training: Training, steps: int) -> Any:
         return tfkfac.FOSI(keras.optimizers.Adam(rate), **training.arguments)
     if name == "sgd":
         return keras.optimizers.SGD(rate, momentum=0.9)
-    first_order = {"adam": "Adam", "rmsprop": "RMSprop"}[name]
+    first_order = {"adam": "Adam", "rmsprop": "RMSprop", "lamb": "Lamb"}[name]
     return getattr(keras.optimizers, first_order)(rate)
 
 
@@ -163,28 +166,39 @@ def work(training: Training, folder: pathlib.Path) -> None:
         tests.append((len(times), logs[f"val_{metric}"]))
 
     keras.utils.set_random_seed(0)
+    steps *= training.epochs
+
+    def train() -> None:
+        first = len(times)
+        model.fit(
+            x,
+            y,
+            training.batch_size,
+            training.epochs,
+            verbose=0,
+            sample_weight=weights[0] if weights else None,
+            validation_data=test,
+            callbacks=[
+                keras.callbacks.LambdaCallback(
+                    on_train_batch_begin=before_step,
+                    on_train_batch_end=after_step,
+                    on_epoch_end=after_epoch,
+                )
+            ],
+        )
+        # The first step traces the graph: take the slowest of the next ten.
+        others = np.array(times)[first + 1 : first + 11]
+        times[first] = tuple(others.max(0, initial=0.0))
+
     with strategy.scope():
-        model = build(make_optimizer(training, training.epochs * steps))
-    model.fit(
-        x,
-        y,
-        training.batch_size,
-        training.epochs,
-        verbose=0,
-        sample_weight=weights[0] if weights else None,
-        validation_data=test,
-        callbacks=[
-            keras.callbacks.LambdaCallback(
-                on_train_batch_begin=before_step,
-                on_train_batch_end=after_step,
-                on_epoch_end=after_epoch,
-            )
-        ],
-    )
-    # The first step traces the graph: take the slowest of the next ten.
-    durations = np.array(times)
-    durations[0] = durations[1:11].max(0, initial=0.0)
-    wall, processor = durations.cumsum(0).T
+        model = build(make_optimizer(training, training.optimizer, steps))
+    train()
+    if training.second:
+        with strategy.scope():
+            optimizer = make_optimizer(training, training.second, steps)
+            model.compile(optimizer, model.loss, weighted_metrics=[metric])
+        train()
+    wall, processor = np.cumsum(times, 0).T
     reached = [step for step, value in tests if value >= training.target]
     record = {
         "metric": tests[-1][1],

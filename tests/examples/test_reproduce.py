@@ -16,4 +16,5 @@ def test_trainings_can_be_started(name: str) -> None:
         assert len(set(map(json.dumps, tasks))) == len(tasks)
         assert all(task.batch_size % task.workers == 0 for task in tasks)
     for task in tasks:
-        running.make_optimizer(task, 1)
+        for optimizer in filter(None, (task.optimizer, task.second)):
+            running.make_optimizer(task, optimizer, 1)
