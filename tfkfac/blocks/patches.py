@@ -109,18 +109,19 @@ class Patches:
         flat = [tf.reshape(x, [num_rows, *x.shape[2:]]) for x in others]
         offsets = self._offsets()
 
-        def term(start: tf.Tensor) -> tf.Tensor:
+        def add(start: tf.Tensor, total: tf.Tensor) -> Sequence[tf.Tensor]:
             row = start + window
             valid, row = row < num_rows, tf.minimum(row, num_rows - 1)
             valid = self._with_weights(valid, row)
             cells = self._gather(row, valid, offsets)
             rows = self._features(cells, valid)
-            return function(rows, *(tf.gather(x, row) for x in flat))
+            term = function(rows, *(tf.gather(x, row) for x in flat))
+            return start + length, total + term
 
         # One iteration after the other, which bounds the memory.
         _, total = tf.while_loop(
             lambda start, _: start < num_rows,
-            lambda start, sums: (start + length, sums + term(start)),
+            add,
             (tf.constant(0), tf.zeros(shape, self.dtype)),
             parallel_iterations=1,
         )

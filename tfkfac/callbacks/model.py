@@ -70,17 +70,18 @@ def supervise(model: keras.Model) -> None:
             # Build now: building in the first step would cause a retrace.
             optimizer.build_in_scope(model.trainable_variables)
             if scaler is not None:
-
-                def build_once(below: Any, *args: Any, **kwargs: Any) -> None:
-                    # Keras calls `build` again when it loads a model, which
-                    # would create a new scale and counter.
-                    if not scaler.built:
-                        below(*args, **kwargs)
-
+                # Build once: Keras calls `build` again when it loads a model,
+                # which would create a new scale and counter.
                 keep_on(
                     scaler,
                     "_tfkfac_build_once",
-                    lambda: override(scaler, "build", build_once),
+                    lambda: override(
+                        scaler,
+                        "build",
+                        lambda below, *args, **kwargs: (
+                            None if scaler.built else below(*args, **kwargs)
+                        ),
+                    ),
                 )
                 # Only a built optimizer can load its variables from files.
                 with model.distribute_strategy.scope():

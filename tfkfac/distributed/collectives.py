@@ -315,19 +315,6 @@ def bundles(items: Sequence[Item]) -> dict[Route, list[Item]]:
     return groups
 
 
-def rounds(items: Sequence[Item]) -> list[list[Item]]:
-    """Group items into rounds: round i has the i-th message of each sender."""
-    result: list[list[Item]] = []
-    for bundle in bundles(items).values():
-        remaining = iter(bundle)
-        messages = split_buckets([item.spec for item in bundle])
-        for index, message in enumerate(messages):
-            if index == len(result):
-                result.append([])
-            result[index] += itertools.islice(remaining, len(message))
-    return result
-
-
 def all_reduce_bytes(size: int, workers: int) -> int:
     """Bytes that each worker receives in a ring all-reduce of `size` bytes."""
     return round(2 * size * (workers - 1) / workers)

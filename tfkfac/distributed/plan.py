@@ -109,20 +109,6 @@ class Plan:
         return self.workers > 1 and self.mode.reduces_factors
 
     @property
-    def sends_decompositions(self) -> bool:
-        """True if a worker needs a decomposition that another worker owns."""
-        return any(
-            len(self.decomposition_group(i, name)) > 1
-            for i, layer in enumerate(self.layers)
-            for name in layer.owners
-        )
-
-    @property
-    def observers(self) -> int:
-        """Number of workers whose batches contribute to a layer's factors."""
-        return self.workers if self.mode.reduces_factors else 1
-
-    @property
     def columns(self) -> int:
         """Number of columns of the grid, see the module's docstring."""
         if not self.layers:

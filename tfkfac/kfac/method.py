@@ -15,6 +15,7 @@ from tfkfac.blocks.registry import build_registry, tap_layers
 from tfkfac.capture.model_taps import ForwardTap, PullbackTap
 from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import Tracked, in_xla
+from tfkfac.compat.optimizers import rate_of
 from tfkfac.compat.overrides import Below
 from tfkfac.distributed.collectives import Communicator, gradient_bytes
 from tfkfac.factors import Limit
@@ -24,12 +25,12 @@ from tfkfac.kfac.active import (
     ActiveBlock,
     active_blocks,
     active_groups,
-    batch_statistics,
+    local_statistics,
     observed,
     with_rows,
 )
 from tfkfac.kfac.averages import CACHED_ELEMENTS, MAX_ELEMENTS
-from tfkfac.kfac.natural import MOST_ROWS, Natural, count_invalid
+from tfkfac.kfac.natural import MOST_ROWS, Natural
 from tfkfac.kfac.placement import (
     FACTORS,
     INVERSES,
@@ -45,8 +46,9 @@ from tfkfac.loss.batch import trace_nested_calls
 from tfkfac.loss.terms import recognized
 from tfkfac.saving.entries import Contents
 from tfkfac.shell.method import Method
-from tfkfac.shell.rest import follow_lengths
+from tfkfac.shell.rest import LengthRate
 from tfkfac.solvers.registry import make_solver
+from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
 
@@ -170,9 +172,8 @@ class KFACMethod(Method):
         first, *later_stages = exchange.stages(
             {layer.position: layer for layer in layers}
         )
-        updated = [
-            self.update_inverses(first, step, groups_due, requested, damping)
-        ]
+        arguments = step, groups_due, requested, damping
+        updated = [self.update_inverses(first, *arguments)]
 
         def direction() -> Update:
             # Precondition: gradient workers apply the inverses, receivers get
@@ -183,17 +184,24 @@ class KFACMethod(Method):
                 active_groups(first, state), step, exchange, damping
             )
             for stage in later_stages:
-                updated.append(
-                    self.update_inverses(
-                        stage, step, groups_due, requested, damping
-                    )
-                )
+                updated.append(self.update_inverses(stage, *arguments))
                 preconditioned += rule.directions(
                     active_groups(stage, state), step, exchange, damping
                 )
             any_updated = tf.cast(tf.reduce_any(updated), tf.int64)
             state.inverse_updates.assign_add(any_updated)
-            count_invalid(state.counters, preconditioned)
+            counters = state.counters
+            valid = [(x.group.positions, x.valid) for x in preconditioned]
+            invalid = ~counters.flags(valid)
+            count_each(
+                invalid,
+                counters.plain,
+                counters.paths,
+                "the preconditioned gradient is not finite or far too long, "
+                "the plain one takes its place; the next step decomposes the "
+                "factors anew.",
+            )
+            counters.request_decomposition(invalid)
             # Clip the preconditioned gradients.
             return Update(
                 rule.gradients(
@@ -214,7 +222,7 @@ class KFACMethod(Method):
             choice = choose_type(self.settings.fisher, step.loss.losses, calls)
         # Keep no tensors after the trace.
         self._choice = Choice(choice.type, reason=choice.reason)
-        return lambda: batch_statistics(
+        return lambda: local_statistics(
             layers,
             step,
             choice,
@@ -411,11 +419,11 @@ class KFACMethod(Method):
         due, dampings = counters.deferred > 0, counters.dampings.value()
         positions = sorted(self._deferred)
 
-        def decompose_deferred() -> None:
-            self.decompose(due, positions, dampings, group)
-            counters.deferred.assign(tf.zeros_like(counters.deferred))
-
-        when(tf.reduce_any(due), decompose_deferred)
+        when(
+            tf.reduce_any(due),
+            lambda: self.decompose(due, positions, dampings, group),
+        )
+        counters.deferred.assign(tf.zeros_like(counters.deferred))
 
     # --------------------------------------------------- binding and state
     @override
@@ -485,8 +493,12 @@ class KFACMethod(Method):
             return state
 
         self.states = self.job.for_each(make_state)
-        lengths = [x.length.factor for x in self.states if x.length]
-        follow_lengths(self.job.rest_optimizer, lengths)
+        rest = self.job.rest_optimizer
+        rate = rest and rate_of(rest)
+        if isinstance(rate, LengthRate):
+            # Replicas that share a variable would wait for each other.
+            lengths = [x.length.factor for x in self.states if x.length]
+            rate.lengths = tuple(lengths)
         return self.states
 
     @override

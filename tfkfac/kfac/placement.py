@@ -17,8 +17,8 @@ from tfkfac.distributed.collectives import (
     Item,
     all_reduce_bytes,
     broadcast_items,
+    bundles,
     flatten,
-    rounds,
     scope,
     split_buckets,
     sum_dtype,
@@ -297,13 +297,24 @@ class Exchange:
         are sent while the next stage is decomposed (DP-KFAC, section 5).
         Otherwise there is a single stage.
         """
-        stages: list[list[T]] = []
-        if not self.plan.sends_decompositions:
-            stages = [
-                [layers[i] for i in sorted({item.layer for item in items})]
-                for items in rounds(self._gradient_items(list(layers)))
-            ]
-        return stages or [list(layers.values())]
+        stages: list[set[int]] = []
+        if all(
+            len(self.plan.decomposition_group(i, name)) == 1
+            for i, layer in enumerate(self.plan.layers)
+            for name in layer.owners
+        ):
+            for items in bundles(self._gradient_items(list(layers))).values():
+                sent = iter(items)
+                messages = split_buckets([item.spec for item in items])
+                # Stage i has the layers of the i-th message of each sender.
+                for index, message in enumerate(messages):
+                    if index == len(stages):
+                        stages.append(set())
+                    message_items = itertools.islice(sent, len(message))
+                    stages[index] |= {item.layer for item in message_items}
+        if not stages:
+            return [list(layers.values())]
+        return [[layers[i] for i in sorted(stage)] for stage in stages]
 
     def share_gradients(
         self,

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.walk import LayerRule
-from tfkfac.checks import check_bool, check_choice, check_count, is_number
+from tfkfac.checks import check_choice, check_count, is_number
 from tfkfac.distributed.plan import MODES, POLICIES
 from tfkfac.shell.arguments import (
     Hyperparameter,
@@ -94,7 +94,11 @@ class Distribution(Settings):
         check_choice("mode", self.mode, tuple(MODES))
         if self.assignment is not None:
             check_choice("assignment", self.assignment, POLICIES)
-        check_bool("symmetric", self.symmetric)
+        if not isinstance(self.symmetric, bool):
+            raise ValueError(
+                "Argument `symmetric` must be True or False. Received: "
+                f"symmetric={self.symmetric!r}"
+            )
         fraction = self.gradient_worker_fraction
         # Keep None in the config: the default depends on the number of workers.
         if fraction is not None:

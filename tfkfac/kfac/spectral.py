@@ -19,6 +19,7 @@ All D get the same root mean square: `0.2 r s` at the learning rate s, with r of
 by its `output_scale`. Weights decay by `weight_decay r s`.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,13 +31,9 @@ from typing_extensions import override
 from tfkfac.blocks import LayerGradient, MatrixGradient, RowGradient
 from tfkfac.blocks.registry import Registry
 from tfkfac.compat.functions import shared_call, when
+from tfkfac.compat.graphs import before_relu, is_copy
 from tfkfac.compat.optimizers import variable_key
-from tfkfac.kfac.active import (
-    ActiveBlock,
-    ActiveGroup,
-    output_layer,
-    scale_outputs,
-)
+from tfkfac.kfac.active import ActiveBlock, ActiveGroup
 from tfkfac.kfac.averages import (
     MAX_ELEMENTS,
     PlainMatrix,
@@ -132,7 +129,20 @@ class Spectral(Natural):
     ) -> Batch:
         assert state.length is not None
         losses = step.loss.losses
-        last_layers = [output_layer(layers, terms) for terms in losses]
+        # The layer that computes the outputs of each loss, or None.
+        last_layers = [
+            next(
+                (
+                    layer
+                    for layer in layers
+                    for record in layer.records
+                    if terms.call is not None and record.output is not None
+                    if is_copy(before_relu(terms.call.y_pred), record.output)
+                ),
+                None,
+            )
+            for terms in losses
+        ]
         is_early = step.job.clock < WARMUP
         moments = Moments(step.loss, last_layers, is_early)
         has_moments = bool(moments.values.shape[0])
@@ -171,7 +181,22 @@ class Spectral(Natural):
             state.length.scale_sums, sums[-1]
         )
         step.multiply_unit(factor)
-        return scale_outputs(layers, batch.moments.layers, deviations)
+        # Only the last layer has the unit of the labels. With s_y, the standard
+        # deviation of the labels:
+        # `output_scale = max(s_y, min(1, sqrt(inputs) rms(kernel)))`.
+        scales: dict[int, tf.Tensor] = {}
+        pairs = zip(batch.moments.layers, deviations, strict=True)
+        for last, deviation in pairs:
+            if last is not None and deviation is not None:
+                kernel = tf.convert_to_tensor(last.block.variables[0])
+                squares = tf.reduce_sum(tf.square(kernel)) / kernel.shape[-1]
+                size = tf.minimum(tf.sqrt(tf.cast(squares, tf.float64)), 1.0)
+                least = scales.get(last.position, size)
+                scales[last.position] = tf.maximum(deviation, least)
+        return [
+            dataclasses.replace(layer, output_scale=scales.get(layer.position))
+            for layer in layers
+        ]
 
     @override
     def takes_rows(self, workers: int) -> bool:
