@@ -188,8 +188,7 @@ def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
     """Transpose the image of a channels-first layer to channels last."""
     if layer.data_format == "channels_last":
         return tensor
-    rank = tensor.shape.rank
-    return tf.transpose(tensor, [0, *range(2, rank), 1])
+    return tf.transpose(tensor, [0, *range(2, tensor.shape.rank), 1])
 
 
 class ConvTransposeBlock(MatrixBlock):

@@ -93,8 +93,7 @@ class SameChannelPairs(AllChannelPairs):
     def patch_products(
         self, images: tf.Tensor, size: Sequence[int]
     ) -> tf.Tensor:
-        slices = _slices(images, size)
-        rows = self._filter_gradients(images, size, slices)
+        rows = self._filter_gradients(images, size, _slices(images, size))
         return tf.reshape(tf.stack(rows), [*size, *size, -1])
 
     def _filter_gradients(
@@ -160,8 +159,7 @@ def patch_gram(images: tf.Tensor, geometry: Geometry, bias: bool) -> Statistic:
     The elements of a patch have the order `(kernel size..., channels)`,
     followed by a 1 if there is a bias.
     """
-    is_large = _is_large(images.shape[1:3], geometry)
-    window = _window(images, geometry, is_large)
+    window = _window(images, geometry, _is_large(images.shape[1:3], geometry))
     statistic = _statistic(AllChannelPairs(), window, bias)
     if max(geometry.strides) == 1:
         return statistic

@@ -187,8 +187,7 @@ def batch_statistics(
             # tracing. For fixed sizes it gives convolutions oneDNN kernels.
             # XLA compiles each call. Inlined calls share the choice of the
             # examples.
-            is_single = counts[key] == 1
-            if key is None or in_xla() or (key.any_size and is_single):
+            if key is None or in_xla() or (key.any_size and counts[key] == 1):
                 statistics.append(_sums(block, record, settings))
             else:
                 statistics.append(_shared_sums(block, record, settings, key))

@@ -338,9 +338,7 @@ class ChiefBackup(
             return
         must_stop = self._sigterm_received
         if self._stopping is not None:
-            if must_stop:
-                self._stopping.request()
-            must_stop = self._stopping.end_batch()
+            must_stop = self._stopping.end_batch(must_stop)
         if must_stop:
             self._sigterm_received = False
             # Back up, and exit all processes.

@@ -125,7 +125,9 @@ def _supervise(
             stack.enter_context(as_errors())
             if watch is not None:
                 stack.enter_context(strategy.stall_detector.training())
-            stack.callback(optimizer.plan.end_fit)
+            # Forget the plan, so that the rate is the peak outside of `fit`.
+            stack.callback(optimizer.plan.in_fit.assign, 0)
+            stack.callback(optimizer.plan.begin, 0, 0)
             for callback in callbacks:
                 if isinstance(callback, contextlib.AbstractContextManager):
                     stack.enter_context(callback)
@@ -157,14 +159,14 @@ def _supervise(
             lambda result: tf.fill(tf.shape(result), math.nan), results
         )
 
-    overrides = []
+    overrides: list[Override] = []
     if watch is not None:
         overrides.append(override(model, "evaluate", evaluate))
     if watch is not None or optimizer is not None:
         overrides.append(wrap_fit(model, within))
     if optimizer is not None:
-        for method in (train_on_batch, get_metrics_result):
-            overrides.append(override(model, method.__name__, method))
+        methods = train_on_batch, get_metrics_result
+        overrides += [override(model, f.__name__, f) for f in methods]
     return overrides
 
 

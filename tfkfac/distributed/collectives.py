@@ -111,8 +111,7 @@ class Communicator:
         **arguments: Any,
     ) -> tf.Tensor:
         """Call a collective operation on all members of the group."""
-        members = tuple(range(self.size))
-        group, instance = self._keys(name, members, 0, flat)
+        group, instance = self._keys(name, tuple(range(self.size)), 0, flat)
         return self._launch(
             lambda: operation(
                 input=flat,
@@ -247,8 +246,7 @@ class Communicator:
 
 def stable_key(*parts: object) -> int:
     """Hash values to a key of at least 2^30, above TensorFlow's own keys."""
-    text = repr(parts).encode()
-    return 2**30 + zlib.crc32(text) % 2**30
+    return 2**30 + zlib.crc32(repr(parts).encode()) % 2**30
 
 
 def sum_dtype(dtype: tf.DType, hint: str) -> tf.DType:
@@ -283,8 +281,7 @@ def unflatten(
     flat: tf.Tensor, like: Sequence[tf.Tensor | tf.TensorSpec]
 ) -> list[tf.Tensor]:
     """Split a vector of `flatten` into tensors of given shapes and dtypes."""
-    sizes = [math.prod(t.shape) for t in like]
-    vectors = tf.split(flat, sizes)
+    vectors = tf.split(flat, [math.prod(t.shape) for t in like])
     return [
         tf.cast(tf.reshape(vector, t.shape), t.dtype)
         for vector, t in zip(vectors, like, strict=True)

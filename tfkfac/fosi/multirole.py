@@ -275,8 +275,7 @@ class MultiRoleMethod(FOSIMethod):
         estimation = Estimation(geometry, step.group, self.settings.seed)
         arguments = dict(step.batch.arguments)
         arguments.pop("y_pred", None)
-        shares = tuple(step.loss.shares)
-        current = call.args, call.kwargs, arguments, shares
+        current = call.args, call.kwargs, arguments, tuple(step.loss.shares)
 
         def begin() -> None:
             accelerator.begin(current, update.flat_weights(model), estimation)
@@ -385,8 +384,7 @@ def hand_over(
             received_pieces += received
     if values is None or not roles.trains(rank):
         return None
-    empty = [tf.zeros([0, 0], dtype)]
-    block = tf.concat(received_pieces or empty, 1)
+    block = tf.concat(received_pieces or [tf.zeros([0, 0], dtype)], 1)
     padding = [
         [0, size - present]
         for size, present in zip(layout.shape, block.shape, strict=True)

@@ -273,8 +273,7 @@ class KFACMethod(Method):
         when(scheduled | initial, lambda: pending.add_statistics(statistics()))
 
         def complete() -> None:
-            merged = pending.merged(step)
-            self.update(layers, merged, pending.statistics, batch)
+            self.update(layers, pending.merged(step), pending.statistics, batch)
             pending.reset()
 
         num_micro_batches = self.settings.gradient_accumulation_steps
@@ -483,12 +482,11 @@ class KFACMethod(Method):
         # XLA runs on GPUs only.
         if not has_momenta and not tf.config.list_physical_devices("GPU"):
             limit = CACHED_ELEMENTS
-        accumulates = self.settings.gradient_accumulation_steps is not None
 
         def make_state(rank: int) -> State:
             state = existing.get(rank) or State()
             state.fill(placement, rank, has_momenta, limit)
-            if accumulates:
+            if self.settings.gradient_accumulation_steps is not None:
                 state.accumulate(placement, rank, self.job)
             return state
 

@@ -197,8 +197,7 @@ class Exchange:
         remaining = iter(rows)
         for message in split_buckets(message_specs):
             bucket = list(itertools.islice(remaining, len(message)))
-            layers = [i for i, *_ in bucket]
-            with tf.name_scope("statistics/" + scope(layers)):
+            with tf.name_scope("statistics/" + scope([i for i, *_ in bucket])):
                 sums = reduce(
                     communicator, [(spec, x) for _, _, spec, x in bucket]
                 )

@@ -254,8 +254,7 @@ def choose_optimizers(
     if step == "spectral":
         defaults = {"learning_rate": FitDecay(1.0), "momentum": 0.0}
         del arguments["momentum"]  # momentum of the spectral step, not of SGD
-    sgd = keras.optimizers.SGD
-    inner = check_inner(choose_inner(inner_optimizer, sgd, defaults, arguments))
+    inner = check_inner(choose_inner(inner_optimizer, defaults, arguments))
     if isinstance(inner, _ADAPTIVE):
         warnings.warn(
             f"{type(inner).__name__} as `inner_optimizer` rescales each "
@@ -276,7 +275,7 @@ def choose_optimizers(
         return inner, choose_rest(rest_optimizer, inner, rate, weight_decay)
     names = ("momentum", "clipnorm", "clipvalue", "global_clipnorm")
     forbidden = [name for name in names if getattr(inner, name, None)]
-    if type(inner) is not sgd or forbidden:
+    if type(inner) is not keras.optimizers.SGD or forbidden:
         raise ValueError(
             "Argument `inner_optimizer` must be SGD without momentum or "
             "clipping with step='spectral', which has a length and a momentum "

@@ -143,10 +143,12 @@ class Spectral(Natural):
             )
             for terms in losses
         ]
-        is_early = step.job.clock < WARMUP
-        moments = Moments(step.loss, last_layers, is_early)
+        moments = Moments(step.loss, last_layers, step.job.clock < WARMUP)
         has_moments = bool(moments.values.shape[0])
-        if has_moments and moments.restarts(state.length.scale_sums):
+        with tf.init_scope():
+            old_size = state.length.scale_sums.read_value().shape[0]
+        # The running sums may be of other losses or labels.
+        if has_moments and old_size not in (0, sum(moments.averaged_sizes)):
             calls = [terms.call for terms in losses if terms.call is not None]
             labels = [(c.loss.name, tuple(c.y_true.shape)) for c in calls]
             advise(

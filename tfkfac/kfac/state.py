@@ -176,9 +176,8 @@ class State(Tracked):
             # The workers that store a block count its faults.
             if group is not None:
                 finite.append((positions, is_finite))
-                rows = group.rows_of(positions)
                 is_valid = group.update(
-                    rows, totals, counts, is_accepted, decay
+                    group.rows_of(positions), totals, counts, is_accepted, decay
                 )
                 valid.append((positions, is_valid))
         count_each(
@@ -195,11 +194,9 @@ class State(Tracked):
             "the factors are not finite, their averages restart.",
         )
         counters.request_decomposition(dropped)
-        updated = counters.flags(accepted, otherwise=False)
-        updates = tf.cast(updated, tf.int64)
+        updates = tf.cast(counters.flags(accepted, otherwise=False), tf.int64)
         counters.observed.assign_add(updates)
-        any_updated = tf.minimum(tf.reduce_sum(updates), 1)
-        self.factor_updates.assign_add(any_updated)
+        self.factor_updates.assign_add(tf.minimum(tf.reduce_sum(updates), 1))
 
     def decompose(
         self,
@@ -345,8 +342,7 @@ def refill(
 
 def same_block_key(block: Block) -> Hashable:
     """Return the key by which `refill` finds the state of a block."""
-    factors = tuple(sorted(block.factors.items()))
-    return (id(block.layer), block.kind, factors)
+    return (id(block.layer), block.kind, tuple(sorted(block.factors.items())))
 
 
 @contextlib.contextmanager
