@@ -212,8 +212,7 @@ def _statistic(pairs: AllChannelPairs, window: Window, bias: bool) -> Statistic:
         )
         sums = pairs.as_row(patch_sum[..., 0])
         total = tf.concat([total, sums[..., None, :]], -2)
-        last = tf.zeros_like(sums[..., :1]) + count
-        column = tf.concat([sums, last], -1)
+        column = tf.concat([sums, tf.zeros_like(sums[..., :1]) + count], -1)
         total = tf.concat([total, column[..., None]], -1)
     return Statistic(total, count)
 
@@ -256,8 +255,7 @@ def costs(
 
 def _edge_cost(cells: int, outputs: int, kernel: int) -> float:
     """Return `2 (p / 2)^2`, for p positions beyond the outputs of an axis."""
-    outside = cells + kernel - 1 - outputs
-    return outside**2 / 2
+    return (cells + kernel - 1 - outputs) ** 2 / 2
 
 
 # ---------------------------------------------------- padding and strides

@@ -174,11 +174,7 @@ def _supervise(
 def _swap_averages(callbacks: Callbacks, _: Arguments) -> Iterator[Callbacks]:
     """Make `SwapEMAWeights` swap the weights of all wrapped optimizers."""
 
-    def swap(
-        callback: keras.callbacks.Callback,
-        below: Below,
-        optimizer: keras.optimizers.Optimizer,
-    ) -> None:
+    def swap(callback: Any, below: Below, optimizer: Any) -> None:
         owner = find_optimizer(callback.model.optimizer)
         for x in [optimizer] if owner is None else owner.averaging_optimizers:
             below(x)

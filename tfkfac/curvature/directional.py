@@ -62,8 +62,9 @@ class LossInputs:
         """
         batch = (self.call.args, self.call.kwargs, self.arguments)
         leaves = [x for x in keras.tree.flatten(batch) if _has_examples(x)]
-        composite = tf.RaggedTensor, tf.SparseTensor
-        if any(isinstance(x, composite) for x in leaves):
+        if any(
+            isinstance(x, tf.RaggedTensor | tf.SparseTensor) for x in leaves
+        ):
             return self
         are_separate = _are_separate(leaves)
         if are_separate is False:

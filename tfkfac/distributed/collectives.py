@@ -66,8 +66,7 @@ class Communicator:
             return collective()
         # Use a name scope per collective: in a common scope, TensorFlow fuses
         # reductions even if they depend on each other, and then fails.
-        is_ordered = self.hint == "nccl"
-        dependencies = [self.token.read_value()] if is_ordered else []
+        dependencies = [self.token.read_value()] if self.hint == "nccl" else []
         with tf.control_dependencies(dependencies), tf.name_scope("collective"):
             result = collective()
         with tf.control_dependencies([result]):

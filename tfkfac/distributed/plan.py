@@ -115,11 +115,6 @@ class Plan:
             return 1
         return self.workers // len(self.layers[0].gradient_workers)
 
-    def decomposition_group(self, layer: int, factor: str) -> tuple[int, ...]:
-        """The owner of a factor and the workers that need its decomposition."""
-        plan = self.layers[layer]
-        return tuple(sorted({plan.owners[factor], *plan.gradient_workers}))
-
 
 def plan_layers(
     shapes: Sequence[Shapes],

@@ -267,8 +267,10 @@ class Exchange:
         specs: dict[tuple[int, str], Part] = {}
         for i in sorted(layers):
             dtype = self.wire.inverse_dtype or self.blocks[i].dtype
-            for factor, owner in self.plan.layers[i].owners.items():
-                members = self.plan.decomposition_group(i, factor)
+            layer_plan = self.plan.layers[i]
+            for factor, owner in layer_plan.owners.items():
+                # The owner, and the workers that need its decomposition.
+                members = tuple(sorted({owner, *layer_plan.gradient_workers}))
                 by_name = self.solver.parts(self.blocks[i].factors, factor)
                 for name, spec in by_name.items():
                     packed = tf.TensorSpec(self.wire.shape(spec), dtype)
@@ -298,9 +300,9 @@ class Exchange:
         """
         stages: list[set[int]] = []
         if all(
-            len(self.plan.decomposition_group(i, name)) == 1
-            for i, layer in enumerate(self.plan.layers)
-            for name in layer.owners
+            set(layer.gradient_workers) == {owner}
+            for layer in self.plan.layers
+            for owner in layer.owners.values()
         ):
             for items in bundles(self._gradient_items(list(layers))).values():
                 sent = iter(items)

@@ -36,12 +36,7 @@ from tfkfac.curvature.directional import (
 from tfkfac.curvature.hessian import ADVICE
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.linalg.tensors import all_finite, select
-from tfkfac.loss.recognition import (
-    CROSS_ENTROPIES,
-    LOCATION,
-    NORMAL,
-    POISSON,
-)
+from tfkfac.loss.recognition import CROSS_ENTROPIES, LOCATION, NORMAL, POISSON
 from tfkfac.loss.shares import LossMeasure, weighted
 from tfkfac.loss.targets import label_count
 from tfkfac.loss.terms import LossTerms, has_free_scale, needs_recognition
@@ -153,10 +148,9 @@ class Batch(NamedTuple):
 
     def accumulated(self, sums: tf.Variable) -> "Batch":
         """Add the moments to those of earlier micro-batches; use the total."""
-        moments = self.moments
-        if moments is None:
+        if self.moments is None:
             return self
-        return self._replace(moments=moments.accumulated(sums))
+        return self._replace(moments=self.moments.accumulated(sums))
 
 
 class Moments:
@@ -244,8 +238,7 @@ class Moments:
                 unit *= tf.where(mean > 0, mean, 1.0)
             if labels.shape[0]:
                 deviation, power = _deviation(labels)
-                spread = terms.likelihood.spread or tf.square
-                unit *= spread(deviation)
+                unit *= (terms.likelihood.spread or tf.square)(deviation)
                 if fit is not None:
                     fit_sums = batch[2 * count + i]
                     changes |= fit.changes(fit_sums, deviation, power)

@@ -184,14 +184,13 @@ def check_layer_rules(name: str, value: Any) -> tuple[LayerRule, ...]:
             f"regular expressions or layer classes. Received: {name}={value!r}"
         )
     rules: list[Any] = []
+    layer_class = keras.layers.Layer
     for rule in value:
         if isinstance(rule, dict) and _CLASS in rule:
             class_name = rule[_CLASS]
             registered = keras.saving.get_registered_object(class_name)
             rule = registered or getattr(keras.layers, class_name, class_name)
-        is_layer = isinstance(rule, type) and issubclass(
-            rule, keras.layers.Layer
-        )
+        is_layer = isinstance(rule, type) and issubclass(rule, layer_class)
         is_pattern = isinstance(rule, re.Pattern) and isinstance(
             rule.pattern, str
         )

@@ -60,12 +60,7 @@ from tfkfac.kfac.placement import Exchange, Placement
 from tfkfac.kfac.scales import Batch, Moments
 from tfkfac.kfac.state import State
 from tfkfac.linalg.polar import polar_factors
-from tfkfac.linalg.tensors import (
-    rounding,
-    row_squares,
-    row_sums,
-    select,
-)
+from tfkfac.linalg.tensors import rounding, row_squares, row_sums, select
 from tfkfac.saving.slots import planned
 from tfkfac.training.step import Gradients, Step
 

@@ -199,10 +199,7 @@ class State(Tracked):
         self.factor_updates.assign_add(tf.minimum(tf.reduce_sum(updates), 1))
 
     def decompose(
-        self,
-        places: Sequence[int],
-        solver: Solver,
-        dampings: tf.Tensor,
+        self, places: Sequence[int], solver: Solver, dampings: tf.Tensor
     ) -> dict[int, Tensors]:
         """Decompose this worker's factors of the blocks at indices `places`."""
         parts: dict[int, Tensors] = {}
@@ -220,10 +217,7 @@ class State(Tracked):
         return parts
 
     def replace_decompositions(
-        self,
-        parts: Mapping[int, Tensors],
-        dampings: tf.Tensor,
-        due: tf.Tensor,
+        self, parts: Mapping[int, Tensors], dampings: tf.Tensor, due: tf.Tensor
     ) -> None:
         """Replace the decompositions that are due and finite."""
         counters = self.counters
@@ -263,22 +257,20 @@ class State(Tracked):
         ]
         if self.length is not None:
             entries += self.length.entries()
+        updates = Spread.REPLICATED if plan.shares_clocks else Spread.OWNED
         for i in range(len(placement.blocks)):
             if plan.observes(rank, i):
-                shared = plan.shares_clocks
-                spread = Spread.REPLICATED if shared else Spread.OWNED
-                entries.append(counters.entry("observed", i, spread))
-                entries.append(counters.entry("decomposed", i, spread))
+                entries.append(counters.entry("observed", i, updates))
+                entries.append(counters.entry("decomposed", i, updates))
             if plan.owns(rank, i):
                 entries.append(counters.entry("rejected", i, Spread.OWNED))
             if plan.preconditions(rank, i):
                 entries.append(counters.entry("failures", i, Spread.OWNED))
         for stored in (*self.groups, self.pending, *self.plain):
             entries += [] if stored is None else stored.entries()
-        optional = self.pending, self.length, *self.plain
         by_section: dict[str, list[Slots]] = defaultdict(list)
         by_section[placement.solver.section] = []
-        for slots in optional:
+        for slots in (self.pending, self.length, *self.plain):
             if slots is not None:
                 by_section[slots.section].append(slots)
 

@@ -106,11 +106,9 @@ class LossTap(ModelTap[LossBatch]):
             for w in weights
             if w.shape.rank
         )
-        self.record(
-            LossBatch(
-                terms, weightless, arguments, ordinal, value=scalar_loss(loss)
-            )
-        )
+        value = scalar_loss(loss)
+        batch = LossBatch(terms, weightless, arguments, ordinal, value=value)
+        self.record(batch)
         return loss
 
     def written(self) -> list[tf.Tensor]:

@@ -280,9 +280,7 @@ class Settings:
 
 # ----------------------------------------------------- the inner optimizer
 def choose_inner(
-    inner_optimizer: Any,
-    defaults: Mapping[str, Any],
-    chosen: Mapping[str, Any],
+    inner_optimizer: Any, defaults: Mapping[str, Any], chosen: Mapping[str, Any]
 ) -> Any:
     """Return the inner optimizer, or create it for None or a learning rate.
 
