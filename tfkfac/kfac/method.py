@@ -185,6 +185,7 @@ class KFACMethod(Method):
                 )
             any_updated = tf.cast(tf.reduce_any(updated), tf.int64)
             state.inverse_updates.assign_add(any_updated)
+            # Count invalid directions; request the inverses of their blocks.
             counters = state.counters
             valid = [(x.group.positions, x.valid) for x in preconditioned]
             invalid = ~counters.flags(valid)
@@ -411,7 +412,6 @@ class KFACMethod(Method):
         counters, group = state.counters, self.job.group("inverses")
         due, dampings = counters.deferred > 0, counters.dampings.value()
         positions = sorted(self._deferred)
-
         when(
             tf.reduce_any(due),
             lambda: self.decompose(state, due, positions, dampings, group),

@@ -140,18 +140,18 @@ class Spectral(Natural):
         ]
         moments = Moments(step.loss, last_layers, step.job.clock < WARMUP)
         has_moments = bool(moments.values.shape[0])
-        with tf.init_scope():
-            old_size = state.length.scale_sums.read_value().shape[0]
-        # The running sums may be of other losses or labels.
-        if has_moments and old_size not in (0, sum(moments.averaged_sizes)):
-            calls = [terms.call for terms in losses if terms.call is not None]
-            labels = [(c.loss.name, tuple(c.y_true.shape)) for c in calls]
-            advise(
-                "The losses and the sizes of their labels should not change "
-                f"during a training: optimizer '{step.job.name}' restarts its "
-                "averages over labels and weights. Received: losses with "
-                f"labels of shapes {labels}"
-            )
+        if has_moments:
+            with tf.init_scope():
+                size = state.length.scale_sums.read_value().shape[0]
+            if size not in (0, sum(moments.averaged_sizes)):
+                calls = [x.call for x in losses if x.call is not None]
+                labels = [(c.loss.name, tuple(c.y_true.shape)) for c in calls]
+                advise(
+                    "The losses and the sizes of their labels should not "
+                    f"change during a training: optimizer '{step.job.name}' "
+                    "restarts its averages over labels and weights. Received: "
+                    f"losses with labels of shapes {labels}"
+                )
         return Batch.of(
             step, moments if has_moments else None, advise, micro_batches
         )
