@@ -55,16 +55,6 @@ def check_choice(
     )
 
 
-def check_bool(name: str, value: Any) -> bool:
-    """Return `value` if it is a bool, or raise a ValueError."""
-    if not isinstance(value, bool):
-        raise ValueError(
-            f"Argument `{name}` must be True or False. Received: "
-            f"{name}={value!r}"
-        )
-    return value
-
-
 def check_count(name: str, value: Any, least: int = 0, others: str = "") -> int:
     """Return `value` as an int if it is an integer in [`least`, 2^63).
 

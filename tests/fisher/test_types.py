@@ -340,7 +340,7 @@ def clean_register(monkeypatch: pytest.MonkeyPatch) -> None:
     """Removes the registrations of a test."""
     for module, name in [
         (distributions, "_registered"),
-        (distributions.loss_terms, "_KNOWN_LOSSES"),
+        (distributions.loss_terms, "KNOWN_LOSSES"),
     ]:
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
 

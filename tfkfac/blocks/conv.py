@@ -8,11 +8,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks.base import MatrixBlock, PerExampleBlock
-from tfkfac.blocks.correlation import (
-    channel_grams,
-    is_cheaper,
-    patch_gram,
-)
+from tfkfac.blocks.correlation import channel_grams, costs, patch_gram
 from tfkfac.blocks.patches import Geometry, Patches
 from tfkfac.blocks.rows import Rows, Statistic, fold_positions
 from tfkfac.capture.taps import Record
@@ -82,9 +78,12 @@ class ConvBlock(MatrixBlock):
                 bool(self._bias),
             )
 
-        gram = None
-        if _is_image(self.layer) and isinstance(self.factors["A"], Dense):
-            gram = self._gram_of(_as_image(self.layer, self.cast(inputs)))
+        gram, rank = None, len(self.layer.kernel_size)
+        is_image = rank < 3 and max(self.layer.dilation_rate) == 1
+        if is_image and isinstance(self.factors["A"], Dense):
+            images = channels_last(self.layer, self.cast(inputs))
+            # A sequence is an image of height 1.
+            gram = self._gram_of(images if rank == 2 else images[:, None])
         return Rows(patches, g, None, gram)
 
     def _gradients(self, gradient: tf.Tensor) -> tf.Tensor:
@@ -93,7 +92,11 @@ class ConvBlock(MatrixBlock):
     def _gram_of(self, images: tf.Tensor) -> Callable[[], Statistic] | None:
         """Return a function that computes A without patches, or None."""
         geometry, bias = _image_geometry(self.layer), bool(self._bias)
-        if self.groups or not is_cheaper(images.shape, geometry):
+        # A kernel of size 1 needs no patches.
+        if self.groups or max(geometry.size) == 1:
+            return None
+        by_correlation, by_patches = costs(images.shape, geometry)
+        if by_correlation >= by_patches:
             return None
         return lambda: shared_call(
             ("correlation", geometry, bias),
@@ -174,19 +177,8 @@ def _geometry(layer: keras.layers.Layer) -> Geometry:
     return Geometry(size, strides, layer.padding, rates)
 
 
-def _is_image(layer: keras.layers.Layer) -> bool:
-    """True for 1 or 2 spatial dimensions without dilation."""
-    return len(layer.kernel_size) < 3 and max(layer.dilation_rate) == 1
-
-
-def _as_image(layer: keras.layers.Layer, inputs: tf.Tensor) -> tf.Tensor:
-    """Return inputs as images; a sequence is an image of height 1."""
-    images = channels_last(layer, inputs)
-    return images if len(layer.kernel_size) == 2 else images[:, None]
-
-
 def _image_geometry(layer: keras.layers.Layer) -> Geometry:
-    """Two-dimensional geometry of a layer, for images of `_as_image`."""
+    """Two-dimensional geometry of a layer of 1 or 2 spatial dimensions."""
     ones = (1,) * (2 - len(layer.kernel_size))
     size, strides = (*ones, *layer.kernel_size), (*ones, *layer.strides)
     return Geometry(size, strides, layer.padding)
@@ -196,8 +188,7 @@ def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
     """Transpose the image of a channels-first layer to channels last."""
     if layer.data_format == "channels_last":
         return tensor
-    rank = tensor.shape.rank
-    return tf.transpose(tensor, [0, *range(2, rank), 1])
+    return tf.transpose(tensor, [0, *range(2, tensor.shape.rank), 1])
 
 
 class ConvTransposeBlock(MatrixBlock):

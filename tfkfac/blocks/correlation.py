@@ -12,6 +12,7 @@ A space-to-depth reshape turns a strided convolution into a convolution of
 stride 1 with a smaller kernel.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -92,8 +93,7 @@ class SameChannelPairs(AllChannelPairs):
     def patch_products(
         self, images: tf.Tensor, size: Sequence[int]
     ) -> tf.Tensor:
-        slices = _slices(images, size)
-        rows = self._filter_gradients(images, size, slices)
+        rows = self._filter_gradients(images, size, _slices(images, size))
         return tf.reshape(tf.stack(rows), [*size, *size, -1])
 
     def _filter_gradients(
@@ -159,8 +159,7 @@ def patch_gram(images: tf.Tensor, geometry: Geometry, bias: bool) -> Statistic:
     The elements of a patch have the order `(kernel size..., channels)`,
     followed by a 1 if there is a bias.
     """
-    is_large = _is_large(images.shape[1:3], geometry)
-    window = _window(images, geometry, is_large)
+    window = _window(images, geometry, _is_large(images.shape[1:3], geometry))
     statistic = _statistic(AllChannelPairs(), window, bias)
     if max(geometry.strides) == 1:
         return statistic
@@ -213,18 +212,9 @@ def _statistic(pairs: AllChannelPairs, window: Window, bias: bool) -> Statistic:
         )
         sums = pairs.as_row(patch_sum[..., 0])
         total = tf.concat([total, sums[..., None, :]], -2)
-        last = tf.zeros_like(sums[..., :1]) + count
-        column = tf.concat([sums, last], -1)
+        column = tf.concat([sums, tf.zeros_like(sums[..., :1]) + count], -1)
         total = tf.concat([total, column[..., None]], -1)
     return Statistic(total, count)
-
-
-def is_cheaper(shape: Sequence[int | None], geometry: Geometry) -> bool:
-    """True if `patch_gram` is faster than the product of patches."""
-    if max(geometry.size) == 1:
-        return False  # A kernel of size 1 needs no patches.
-    by_correlation, by_patches = costs(shape, geometry)
-    return by_correlation < by_patches
 
 
 def costs(
@@ -265,8 +255,7 @@ def costs(
 
 def _edge_cost(cells: int, outputs: int, kernel: int) -> float:
     """Return `2 (p / 2)^2`, for p positions beyond the outputs of an axis."""
-    outside = cells + kernel - 1 - outputs
-    return outside**2 / 2
+    return (cells + kernel - 1 - outputs) ** 2 / 2
 
 
 # ---------------------------------------------------- padding and strides
@@ -294,26 +283,7 @@ def _window(images: tf.Tensor, geometry: Geometry, is_large: bool) -> Window:
             paddings.append((before, count - 1 - before))
             sizes.append(size_of(images, axis) + count - size)
         return Window(images, geometry.size, paddings, sizes)
-    images, outputs = _fit(images, geometry)
-    small = _in_strides(geometry)
-    if max(geometry.strides) > 1:
-        # Space-to-depth: move the cells of each stride block to the channels.
-        rows, columns = (n + k - 1 for n, k in zip(outputs, small, strict=True))
-        (height, width), channels = geometry.strides, images.shape[-1]
-        shape = [tf.shape(images)[0], rows, height, columns, width * channels]
-        images = tf.transpose(tf.reshape(images, shape), [0, 1, 3, 2, 4])
-        shape = [shape[0], rows, columns, height * width * channels]
-        images = tf.reshape(images, shape)
-    return Window(images, small, [(0, 0)] * 2, outputs)
-
-
-def _fit(
-    images: tf.Tensor, geometry: Geometry
-) -> tuple[tf.Tensor, Sequence[Any]]:
-    """Pad or crop images to the cells that the patches cover.
-
-    Also returns the number of outputs in each dimension.
-    """
+    # Pad or crop the images to the cells that the patches cover.
     index, paddings, outputs = [slice(None)], [(0, 0)], []
     for axis, (size, stride) in enumerate(
         zip(geometry.size, geometry.strides, strict=True), start=1
@@ -324,10 +294,20 @@ def _fit(
         index.append(slice(num_used))
         paddings.append((before, maximum(num_used - cells, 0)))
         outputs.append(count)
-    padded = tf.pad(images[tuple(index)], [*paddings, (0, 0)])
+    channels = images.shape[-1]
+    images = tf.pad(images[tuple(index)], [*paddings, (0, 0)])
     # Restore the static number of channels, which dynamic padding loses.
-    padded.set_shape([None, None, None, images.shape[-1]])
-    return padded, outputs
+    images.set_shape([None, None, None, channels])
+    small = _in_strides(geometry)
+    if max(geometry.strides) > 1:
+        # Space-to-depth: move the cells of each stride block to the channels.
+        rows, columns = (n + k - 1 for n, k in zip(outputs, small, strict=True))
+        height, width = geometry.strides
+        shape = [tf.shape(images)[0], rows, height, columns, width * channels]
+        images = tf.transpose(tf.reshape(images, shape), [0, 1, 3, 2, 4])
+        shape = [shape[0], rows, columns, height * width * channels]
+        images = tf.reshape(images, shape)
+    return Window(images, small, [(0, 0)] * 2, outputs)
 
 
 # --------------------------------------------------------------- stride 1
@@ -344,41 +324,27 @@ def _products(pairs: AllChannelPairs, window: Window) -> tf.Tensor:
     total = tf.gather(flat, down * (2 * width - 1) + right)
     total = tf.reshape(total, [*window.size, *window.size, *channels])
     # Only the top and bottom edges include the corners, by full padding.
-    full = (window.size[1] - 1, window.size[1] - 1)
-    for axis, padding in ((0, full), (1, window.padding[0])):
-        for at_end in (False, True):
-            total = _subtract_edge(pairs, total, window, axis, padding, at_end)
-    return total
-
-
-def _subtract_edge(
-    pairs: AllChannelPairs,
-    total: tf.Tensor,
-    window: Window,
-    axis: int,
-    other_padding: tuple[int, int],
-    at_end: bool,
-) -> tf.Tensor:
-    """Subtract patches at positions beyond one end of the outputs."""
-    size = window.size[axis]
-    cells = size - 1 - window.padding[axis][at_end]
-    if not cells:
-        return total
-    edge = slice(-cells, None) if at_end else slice(cells)
-    images = window.images
-    strip = images[:, edge] if axis == 0 else images[:, :, edge]
-    paddings = [[0, 0]] * 4
-    paddings[2 - axis] = list(other_padding)
-    strip = tf.pad(strip, paddings)
-    kernel = [cells, window.size[1]] if axis == 0 else [window.size[0], cells]
-    products = pairs.patch_products(strip, kernel)
-    for overlap in range(1, cells + 1):
-        # At this position the kernel overlaps `overlap` cells of the strip.
-        outside, hidden = size - overlap, cells - overlap
-        index = [slice(None)] * 4
-        paddings = [[0, 0]] * total.shape.rank
-        for i in (axis, axis + 2):
-            index[i] = slice(hidden, None) if at_end else slice(overlap)
-            paddings[i] = [0, outside] if at_end else [outside, 0]
-        total -= tf.pad(products[tuple(index)], paddings)
+    other_paddings = [(width - 1, width - 1), window.padding[0]]
+    for axis, at_end in itertools.product((0, 1), (False, True)):
+        # Subtract patches at positions beyond this end of the outputs.
+        size = window.size[axis]
+        cells = size - 1 - window.padding[axis][at_end]
+        if not cells:
+            continue
+        edge = slice(-cells, None) if at_end else slice(cells)
+        images = window.images
+        strip = images[:, edge] if axis == 0 else images[:, :, edge]
+        paddings = [[0, 0]] * 4
+        paddings[2 - axis] = list(other_paddings[axis])
+        kernel = [cells, width] if axis == 0 else [height, cells]
+        products = pairs.patch_products(tf.pad(strip, paddings), kernel)
+        for overlap in range(1, cells + 1):
+            # At this position the kernel overlaps `overlap` cells of the strip.
+            outside, hidden = size - overlap, cells - overlap
+            index = [slice(None)] * 4
+            paddings = [[0, 0]] * total.shape.rank
+            for i in (axis, axis + 2):
+                index[i] = slice(hidden, None) if at_end else slice(overlap)
+                paddings[i] = [0, outside] if at_end else [outside, 0]
+            total -= tf.pad(products[tuple(index)], paddings)
     return total

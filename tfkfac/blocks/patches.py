@@ -109,18 +109,18 @@ class Patches:
         flat = [tf.reshape(x, [num_rows, *x.shape[2:]]) for x in others]
         offsets = self._offsets()
 
-        def term(start: tf.Tensor) -> tf.Tensor:
+        def add(start: tf.Tensor, total: tf.Tensor) -> Sequence[tf.Tensor]:
             row = start + window
             valid, row = row < num_rows, tf.minimum(row, num_rows - 1)
             valid = self._with_weights(valid, row)
-            cells = self._gather(row, valid, offsets)
-            rows = self._features(cells, valid)
-            return function(rows, *(tf.gather(x, row) for x in flat))
+            rows = self._features(self._gather(row, valid, offsets), valid)
+            term = function(rows, *(tf.gather(x, row) for x in flat))
+            return start + length, total + term
 
         # One iteration after the other, which bounds the memory.
         _, total = tf.while_loop(
             lambda start, _: start < num_rows,
-            lambda start, sums: (start + length, sums + term(start)),
+            add,
             (tf.constant(0), tf.zeros(shape, self.dtype)),
             parallel_iterations=1,
         )
@@ -233,8 +233,7 @@ class Patches:
     def _by_example(self, values: tf.Tensor) -> tf.Tensor:
         """Reshape values of the rows to `(examples, positions, ...)`."""
         positions = self._num_rows // maximum(self.examples, 1)
-        shape = [self.examples, positions, *values.shape[1:]]
-        return tf.reshape(values, shape)
+        return tf.reshape(values, [self.examples, positions, *values.shape[1:]])
 
     def _with_weights(self, valid: tf.Tensor, row: tf.Tensor) -> tf.Tensor:
         """Set rows of weight 0 to invalid."""

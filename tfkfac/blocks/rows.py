@@ -71,8 +71,7 @@ def weigh(
         if features:
             return a, tf.cast(tf.size(a, tf.int64) // features, dtype)
         return a, tf.cast(tf.reduce_prod(tf.shape(a)[:2]), dtype)
-    ones = [1] * (a.shape.rank - 2)
-    shape = tf.concat([tf.shape(weights), ones], 0)
+    shape = tf.concat([tf.shape(weights), [1] * (a.shape.rank - 2)], 0)
     # Select rather than multiply by 0: a padded row may contain NaN.
     a = tf.where(tf.reshape(weights, shape) > 0, a, tf.zeros_like(a))
     return a, tf.reduce_sum(weights)
@@ -121,8 +120,7 @@ def fold_mask(mask: tf.Tensor | None, shape: tf.Tensor) -> tf.Tensor | None:
     missing_axes = shape.shape[0] - mask.shape.rank
     if missing_axes < 0:
         return None
-    ones = [1] * missing_axes
-    mask = tf.reshape(mask, tf.concat([tf.shape(mask), ones], 0))
+    mask = tf.reshape(mask, tf.concat([tf.shape(mask), [1] * missing_axes], 0))
     mask = tf.broadcast_to(tf.cast(mask, tf.bool), shape)
     return tf.reshape(mask, [shape[0], tf.reduce_prod(shape[1:])])
 

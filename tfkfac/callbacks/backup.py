@@ -176,12 +176,26 @@ class ChiefBackup(
         backup = self._find_newest_valid()
         self.num_skipped = 0
         if backup is not None:
-            self._restore(backup)
+            with warnings.catch_warnings():
+                # Raise where Keras warns: variables of another optimizer.
+                skipped = "Skipping variable loading"
+                warnings.filterwarnings("error", message=skipped)
+                self.model.load_weights(backup)
+            with h5py.File(backup, "r") as file:
+                position = file[_POSITION_GROUP].attrs
+                self._epoch = int(position["epoch"])
+                self.num_skipped = int(position["batch"])
+            place = f"epoch {self._epoch}"
+            if self.num_skipped:
+                place = f"batch {self.num_skipped} of epoch {self._epoch + 1}"
+            print_line(f"resumed from '{backup}' after {place}")
+            set_first_epoch(self.model, self._epoch)
+            self._context.callback(skip_batches(self.model, self.num_skipped))
         self._install_sigterm_handler()
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        # Reset the first epoch, which `_restore` has set for this `fit` only.
+        # Reset the first epoch, which a backup has set for this `fit` only.
         set_first_epoch(self.model, None)
         if epoch > self._epoch:
             self.num_skipped = 0
@@ -232,23 +246,6 @@ class ChiefBackup(
                 f"directory='{self.directory}'"
             )
         return None
-
-    def _restore(self, path: pathlib.Path) -> None:
-        with warnings.catch_warnings():
-            # Raise where Keras warns: the variables are of another optimizer.
-            skipped = "Skipping variable loading"
-            warnings.filterwarnings("error", message=skipped)
-            self.model.load_weights(path)
-        with h5py.File(path, "r") as file:
-            position = file[_POSITION_GROUP].attrs
-            self._epoch = int(position["epoch"])
-            self.num_skipped = int(position["batch"])
-        place = f"epoch {self._epoch}"
-        if self.num_skipped:
-            place = f"batch {self.num_skipped} of epoch {self._epoch + 1}"
-        print_line(f"resumed from '{path}' after {place}")
-        set_first_epoch(self.model, self._epoch)
-        self._context.callback(skip_batches(self.model, self.num_skipped))
 
     # --------------------------------------------------------------- saving
     @override
@@ -341,9 +338,7 @@ class ChiefBackup(
             return
         must_stop = self._sigterm_received
         if self._stopping is not None:
-            if must_stop:
-                self._stopping.request()
-            must_stop = self._stopping.end_batch()
+            must_stop = self._stopping.end_batch(must_stop)
         if must_stop:
             self._sigterm_received = False
             # Back up, and exit all processes.

@@ -102,8 +102,7 @@ def common_order(
     )
 
     def compare_labels(logs: Any = None) -> None:
-        by_worker = exchange({"checksums": checksums}, group)
-        if find_differences(by_worker):
+        if find_differences(exchange({"checksums": checksums}, group)):
             warnings.warn(_LABELS_DIFFER, stacklevel=2)
 
     with contextlib.ExitStack() as stack:

@@ -70,17 +70,18 @@ def supervise(model: keras.Model) -> None:
             # Build now: building in the first step would cause a retrace.
             optimizer.build_in_scope(model.trainable_variables)
             if scaler is not None:
-
-                def build_once(below: Any, *args: Any, **kwargs: Any) -> None:
-                    # Keras calls `build` again when it loads a model, which
-                    # would create a new scale and counter.
-                    if not scaler.built:
-                        below(*args, **kwargs)
-
+                # Build once: Keras calls `build` again when it loads a model,
+                # which would create a new scale and counter.
                 keep_on(
                     scaler,
                     "_tfkfac_build_once",
-                    lambda: override(scaler, "build", build_once),
+                    lambda: override(
+                        scaler,
+                        "build",
+                        lambda below, *args, **kwargs: (
+                            None if scaler.built else below(*args, **kwargs)
+                        ),
+                    ),
                 )
                 # Only a built optimizer can load its variables from files.
                 with model.distribute_strategy.scope():
@@ -124,7 +125,9 @@ def _supervise(
             stack.enter_context(as_errors())
             if watch is not None:
                 stack.enter_context(strategy.stall_detector.training())
-            stack.callback(optimizer.plan.end_fit)
+            # Forget the plan, so that the rate is the peak outside of `fit`.
+            stack.callback(optimizer.plan.in_fit.assign, 0)
+            stack.callback(optimizer.plan.begin, 0, 0)
             for callback in callbacks:
                 if isinstance(callback, contextlib.AbstractContextManager):
                     stack.enter_context(callback)
@@ -156,14 +159,14 @@ def _supervise(
             lambda result: tf.fill(tf.shape(result), math.nan), results
         )
 
-    overrides = []
+    overrides: list[Override] = []
     if watch is not None:
         overrides.append(override(model, "evaluate", evaluate))
     if watch is not None or optimizer is not None:
         overrides.append(wrap_fit(model, within))
     if optimizer is not None:
-        for method in (train_on_batch, get_metrics_result):
-            overrides.append(override(model, method.__name__, method))
+        methods = train_on_batch, get_metrics_result
+        overrides += [override(model, f.__name__, f) for f in methods]
     return overrides
 
 
@@ -171,11 +174,7 @@ def _supervise(
 def _swap_averages(callbacks: Callbacks, _: Arguments) -> Iterator[Callbacks]:
     """Make `SwapEMAWeights` swap the weights of all wrapped optimizers."""
 
-    def swap(
-        callback: keras.callbacks.Callback,
-        below: Below,
-        optimizer: keras.optimizers.Optimizer,
-    ) -> None:
+    def swap(callback: Any, below: Below, optimizer: Any) -> None:
         owner = find_optimizer(callback.model.optimizer)
         for x in [optimizer] if owner is None else owner.averaging_optimizers:
             below(x)

@@ -184,11 +184,10 @@ class Supervision(keras.callbacks.Callback):
         if steps is None:
             if not is_resumed:
                 plan.begin(now, 0, epochs)
-                is_first = 0 in self._optimizer.method.job.topology.local
                 if (
                     epochs - epoch == 1
                     and self._optimizer.has_decay
-                    and is_first
+                    and 0 in self._optimizer.method.job.topology.local
                 ):
                     # No epoch of known length follows.
                     warnings.warn(

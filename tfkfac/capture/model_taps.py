@@ -223,12 +223,11 @@ class Pullback:
         """
         tapped = [source for source in sources if source is not None]
         with paused(), summing_replicas(total):
-            results = iter(
-                self._tape.gradient(
-                    list(outputs), tapped, output_gradients=list(gradients)
-                )
+            results = self._tape.gradient(
+                list(outputs), tapped, output_gradients=list(gradients)
             )
-        pulled = [None if s is None else next(results) for s in sources]
+        remaining = iter(results)
+        pulled = [None if s is None else next(remaining) for s in sources]
         return [None if g is None else tf.convert_to_tensor(g) for g in pulled]
 
 

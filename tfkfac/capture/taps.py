@@ -261,10 +261,20 @@ def is_product(
     if not dense or not all(map(tf.is_symbolic_tensor, tensors)):
         return False
     kernel, *biases = gradients
-    pair = _factors(_source(kernel))
-    if pair is None:
+    operation = _source(kernel).op
+    names = "transpose_a", "transpose_b"
+    if operation.type != "MatMul":
+        if operation.type == "Sum":
+            # Gradient of a kernel broadcast over batches: a sum of products.
+            if operation.inputs[1].op.type != "BroadcastGradientArgs":
+                return False
+            operation = operation.inputs[0].op
+        if operation.type != "BatchMatMulV2":
+            return False
+        names = "adj_x", "adj_y"
+    if [operation.get_attr(name) for name in names] != [True, False]:
         return False
-    a, g = (_source(t) for t in pair)
+    a, g = map(_source, operation.inputs)
     output = _source(gradient)
     for bias in biases:
         # A bias is a sum over all axes but the last.
@@ -273,26 +283,6 @@ def is_product(
         if not is_sum or _source(operation.inputs[0]) is not output:
             return False
     return a is _source(inputs) and g is output
-
-
-def _factors(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
-    """Return a and g if a tensor is `a^T g`, summed over batches, else None."""
-    operation = tensor.op
-    if operation.type == "MatMul":
-        names = "transpose_a", "transpose_b"
-    else:
-        if operation.type == "Sum":
-            # Gradient of a kernel broadcast over batches: a sum of products.
-            if operation.inputs[1].op.type != "BroadcastGradientArgs":
-                return None
-            operation = operation.inputs[0].op
-        names = "adj_x", "adj_y"
-        if operation.type != "BatchMatMulV2":
-            return None
-    if [operation.get_attr(name) for name in names] != [True, False]:
-        return None
-    a, g = operation.inputs
-    return a, g
 
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:

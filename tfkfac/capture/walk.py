@@ -188,8 +188,7 @@ def needs_loop(model: keras.Model) -> bool:
     )
     if is_einsum and not tf.config.list_logical_devices("GPU"):
         return True
-    convolutions = [x for x in layers if isinstance(x, _CONVOLUTIONS)]
-    if any(layer.groups > 1 for layer in convolutions):
+    if any(isinstance(x, _CONVOLUTIONS) and x.groups > 1 for x in layers):
         return True
     recurrent = [x for x in layers if isinstance(x, keras.layers.RNN)]
     if not recurrent:

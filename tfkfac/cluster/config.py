@@ -68,8 +68,7 @@ def read_tf_config(text: str, ray_job: str = "") -> Cluster | None:
     )
     if cluster is None or not ray_job:
         return cluster
-    job = f"Ray {ray_job}, {cluster.job}"
-    return dataclasses.replace(cluster, job=job)
+    return dataclasses.replace(cluster, job=f"Ray {ray_job}, {cluster.job}")
 
 
 def from_resolver(
@@ -148,8 +147,7 @@ def _make_cluster(
         )
     offset = len(jobs.get("chief", [])) if task_type == "worker" else 0
     digest = hashlib.sha256("\n".join(addresses).encode()).hexdigest()
-    job = f"cluster {digest[:16]}"
-    return Cluster(tuple(addresses), offset + index, job)
+    return Cluster(tuple(addresses), offset + index, f"cluster {digest[:16]}")
 
 
 def _invalid(name: str, received: str, requirement: str) -> ValueError:

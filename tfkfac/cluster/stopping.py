@@ -27,13 +27,13 @@ class Stopping(Listener):
         self._stops: dict[int, int] = {}  # announced batch of each worker
         self._peer_has_ended = False
 
-    def request(self) -> None:
-        """Request a stop of all workers."""
-        if self._local_stop is None:
-            self._log.post({"stop": True})
+    def end_batch(self, is_requested: bool = False) -> bool:
+        """Count a batch; return True if training must stop after it.
 
-    def end_batch(self) -> bool:
-        """Count a batch; return True if training must stop after it."""
+        `is_requested` requests a stop of all workers.
+        """
+        if is_requested and self._local_stop is None:
+            self._log.post({"stop": True})
         with self._changed:
             self._num_batches += 1
             if self._local_stop is None or self._num_batches < self._local_stop:

@@ -136,9 +136,10 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 f"{communication_options.timeout_seconds}",
                 stacklevel=2,
             )
-        values = coordinator, num_processes, process_id
-        pairs = zip(KERAS, values, strict=True)
-        settings = {name: value for name, value in pairs if value is not None}
+        given = zip(
+            KERAS, (coordinator, num_processes, process_id), strict=True
+        )
+        settings = {name: value for name, value in given if value is not None}
         cluster, resolver = _find_cluster(cluster_resolver, settings)
         size = 1 if cluster is None else len(cluster.addresses)
         if size > 1 and MultiWorkerMirroredStrategy._is_created:

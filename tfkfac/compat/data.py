@@ -68,8 +68,7 @@ def copy_generated(dataset: Any) -> Any:
     """
     if not isinstance(dataset, tf.data.Dataset):
         return dataset
-    names = _type_names(list(_upstream_datasets(dataset)))
-    if "GeneratorDataset" not in names:
+    if "GeneratorDataset" not in _type_names(list(_upstream_datasets(dataset))):
         return dataset
     is_tuple = type(dataset.element_spec) is tuple  # `map` unpacks tuples
     return dataset.map(

@@ -208,8 +208,7 @@ def _add_branch(name: str, function: Any, empty: bool = False) -> str:
         call.attr["Tin"].list.type.extend(types)
         call.attr["Tout"].list.SetInParent()
         call.attr["f"].func.name = function.name.decode()
-        config = _unoptimized_config().SerializeToString()
-        call.attr["config_proto"].s = config
+        call.attr["config_proto"].s = _unoptimized_config().SerializeToString()
         signature.is_stateful = True
         signature.control_output.append(call.name)
         definition.control_ret[call.name] = call.name

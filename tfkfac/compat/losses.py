@@ -151,10 +151,9 @@ def observed_losses(
 
 def loss_weights(model: keras.Model) -> list[tuple[Any, float]]:
     """Return losses and weights by `_flat_losses`; [] before the first call."""
-    flat = getattr(compiled_loss(model), "_flat_losses", None) or []
     return [
         (x.loss, 1.0 if x.loss_weights is None else x.loss_weights)
-        for x in flat
+        for x in getattr(compiled_loss(model), "_flat_losses", None) or []
     ]
 
 

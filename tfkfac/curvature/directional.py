@@ -15,8 +15,9 @@ from tfkfac.compat.overrides import keep_on
 from tfkfac.curvature.gauss_newton import (
     Direction,
     gauss_newton_form,
-    penalty_form,
+    symmetric_products,
 )
+from tfkfac.curvature.hessian import tape
 from tfkfac.linalg.tensors import size_of
 from tfkfac.loss.batch import LossBatch, find_call, stateless
 from tfkfac.loss.shares import LossMeasure
@@ -61,8 +62,9 @@ class LossInputs:
         """
         batch = (self.call.args, self.call.kwargs, self.arguments)
         leaves = [x for x in keras.tree.flatten(batch) if _has_examples(x)]
-        composite = tf.RaggedTensor, tf.SparseTensor
-        if any(isinstance(x, composite) for x in leaves):
+        if any(
+            isinstance(x, tf.RaggedTensor | tf.SparseTensor) for x in leaves
+        ):
             return self
         are_separate = _are_separate(leaves)
         if are_separate is False:
@@ -162,7 +164,29 @@ def directional_curvature(
     form = gauss_newton_form(
         model, call, arguments, variables, values, directions, total, shares
     )
-    form += penalty_form(variables, values, directions) / replicas
+    # Add the form of R.
+    indices = [i for i, v in enumerate(variables) if v.regularizer is not None]
+    tangents = [[direction[i] for i in indices] for direction in directions]
+    points = [values[i] for i in indices]
+    with tape(persistent=True) as outer:
+        outer.watch(points)
+        with tape() as inner:
+            inner.watch(points)
+            penalties = [
+                variables[i].regularizer(x)
+                for i, x in zip(indices, points, strict=True)
+            ]
+        slopes = inner.gradient(penalties, points)
+    images = [
+        [
+            None
+            if d is None or slope is None
+            else outer.gradient(slope, x, output_gradients=d)
+            for d, slope, x in zip(tangent, slopes, points, strict=True)
+        ]
+        for tangent in tangents
+    ]
+    form += symmetric_products(tangents, images) / replicas
     return tf.math.divide_no_nan(form, tf.cast(unit, tf.float64))
 
 

@@ -8,7 +8,7 @@ or sigmoid. H is positive semidefinite if the loss is convex in its inputs.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -64,10 +64,27 @@ def gauss_newton_form(
             list(itertools.compress(tensors, is_used))
             for tensors in (reading.outputs, reading.leaves, slopes)
         )
-        push = jacobian_product(model_tape, outputs, values)
+        # The backward pass `J^T u` is linear in u; J d is its derivative by u
+        # along d. In a graph, TensorFlow prunes the backward pass itself.
+        dual = [tf.zeros_like(output) for output in outputs]
+        with tape(persistent=True) as backward:
+            backward.watch(dual)
+            pulled = dense(model_tape.gradient(outputs, values, dual))
         refuse_silent_zeros(model, num_before)
         with naming_layers(model):
-            pushed = [push(direction) for direction in directions]
+            pushed = []
+            for direction in directions:
+                pairs = [
+                    (p, tf.cast(d, p.dtype))
+                    for p, d in zip(pulled, direction, strict=True)
+                    if p is not None and d is not None
+                ]
+                targets, seeds = [p for p, _ in pairs], [d for _, d in pairs]
+                pushed.append(
+                    backward.gradient(
+                        targets, dual, seeds, unconnected_gradients="zero"
+                    )
+                )
             dtypes = [leaf.dtype for leaf in leaves]
             tangents = [list(map(tf.cast, x, dtypes)) for x in pushed]
             images = [
@@ -105,35 +122,6 @@ class Reading:
         return leaf
 
 
-def jacobian_product(
-    model_tape: tf.GradientTape,
-    outputs: Sequence[tf.Tensor],
-    values: Sequence[tf.Tensor],
-) -> Callable[[Direction], list[tf.Tensor]]:
-    """Return a function that multiplies the Jacobian J by a direction.
-
-    The backward pass `J^T u` is linear in u, and its derivative by u is J. In a
-    graph, TensorFlow prunes the backward pass itself.
-    """
-    dual = [tf.zeros_like(output) for output in outputs]
-    with tape(persistent=True) as backward:
-        backward.watch(dual)
-        pulled = dense(model_tape.gradient(outputs, values, dual))
-
-    def product(direction: Direction) -> list[tf.Tensor]:
-        pairs = [
-            (p, tf.cast(d, p.dtype))
-            for p, d in zip(pulled, direction, strict=True)
-            if p is not None and d is not None
-        ]
-        targets, seeds = [p for p, _ in pairs], [d for _, d in pairs]
-        return backward.gradient(
-            targets, dual, seeds, unconnected_gradients="zero"
-        )
-
-    return product
-
-
 def symmetric_products(
     left: Sequence[Direction], right: Sequence[Direction]
 ) -> tf.Tensor:
@@ -151,31 +139,3 @@ def symmetric_products(
     return tf.stack(
         [tf.stack([products[i, j] for j in indices]) for i in indices]
     )
-
-
-def penalty_form(
-    variables: Sequence[keras.Variable],
-    values: Sequence[tf.Tensor],
-    directions: Sequence[Direction],
-) -> tf.Tensor:
-    """Compute `d_i^T R d_j` with the Hessian R of the weight regularizers."""
-    indices = [i for i, v in enumerate(variables) if v.regularizer is not None]
-    tangents = [[direction[i] for i in indices] for direction in directions]
-    points = [values[i] for i in indices]
-    with tape(persistent=True) as outer:
-        outer.watch(points)
-        with tape() as inner:
-            inner.watch(points)
-            penalties = [
-                variables[i].regularizer(x)
-                for i, x in zip(indices, points, strict=True)
-            ]
-        slopes = inner.gradient(penalties, points)
-
-    def image(d: Any, slope: Any, x: tf.Tensor) -> tf.Tensor | None:
-        if d is None or slope is None:
-            return None
-        return outer.gradient(slope, x, output_gradients=d)
-
-    images = [list(map(image, d, slopes, points)) for d in tangents]
-    return symmetric_products(tangents, images)

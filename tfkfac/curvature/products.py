@@ -112,8 +112,7 @@ def lanczos(
     state = Lanczos(product, size, draw).run(tf.pad(start, padding), steps)
     pairs = ritz_pairs(state.tridiagonal, num_largest, num_smallest)
     values, weights = (tf.cast(x, start.dtype) for x in pairs)
-    vectors = tf.matmul(weights, state.basis)
-    return values, tf.transpose(vectors[:, :size])
+    return values, tf.transpose(tf.matmul(weights, state.basis)[:, :size])
 
 
 def hessian_vector_product(

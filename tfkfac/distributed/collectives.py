@@ -66,8 +66,7 @@ class Communicator:
             return collective()
         # Use a name scope per collective: in a common scope, TensorFlow fuses
         # reductions even if they depend on each other, and then fails.
-        is_ordered = self.hint == "nccl"
-        dependencies = [self.token.read_value()] if is_ordered else []
+        dependencies = [self.token.read_value()] if self.hint == "nccl" else []
         with tf.control_dependencies(dependencies), tf.name_scope("collective"):
             result = collective()
         with tf.control_dependencies([result]):
@@ -111,8 +110,7 @@ class Communicator:
         **arguments: Any,
     ) -> tf.Tensor:
         """Call a collective operation on all members of the group."""
-        members = tuple(range(self.size))
-        group, instance = self._keys(name, members, 0, flat)
+        group, instance = self._keys(name, tuple(range(self.size)), 0, flat)
         return self._launch(
             lambda: operation(
                 input=flat,
@@ -247,8 +245,7 @@ class Communicator:
 
 def stable_key(*parts: object) -> int:
     """Hash values to a key of at least 2^30, above TensorFlow's own keys."""
-    text = repr(parts).encode()
-    return 2**30 + zlib.crc32(text) % 2**30
+    return 2**30 + zlib.crc32(repr(parts).encode()) % 2**30
 
 
 def sum_dtype(dtype: tf.DType, hint: str) -> tf.DType:
@@ -283,8 +280,7 @@ def unflatten(
     flat: tf.Tensor, like: Sequence[tf.Tensor | tf.TensorSpec]
 ) -> list[tf.Tensor]:
     """Split a vector of `flatten` into tensors of given shapes and dtypes."""
-    sizes = [math.prod(t.shape) for t in like]
-    vectors = tf.split(flat, sizes)
+    vectors = tf.split(flat, [math.prod(t.shape) for t in like])
     return [
         tf.cast(tf.reshape(vector, t.shape), t.dtype)
         for vector, t in zip(vectors, like, strict=True)
@@ -313,19 +309,6 @@ def bundles(items: Sequence[Item]) -> dict[Route, list[Item]]:
         if len(item.members) > 1:
             groups.setdefault((item.root, item.members), []).append(item)
     return groups
-
-
-def rounds(items: Sequence[Item]) -> list[list[Item]]:
-    """Group items into rounds: round i has the i-th message of each sender."""
-    result: list[list[Item]] = []
-    for bundle in bundles(items).values():
-        remaining = iter(bundle)
-        messages = split_buckets([item.spec for item in bundle])
-        for index, message in enumerate(messages):
-            if index == len(result):
-                result.append([])
-            result[index] += itertools.islice(remaining, len(message))
-    return result
 
 
 def all_reduce_bytes(size: int, workers: int) -> int:

@@ -109,30 +109,11 @@ class Plan:
         return self.workers > 1 and self.mode.reduces_factors
 
     @property
-    def sends_decompositions(self) -> bool:
-        """True if a worker needs a decomposition that another worker owns."""
-        return any(
-            len(self.decomposition_group(i, name)) > 1
-            for i, layer in enumerate(self.layers)
-            for name in layer.owners
-        )
-
-    @property
-    def observers(self) -> int:
-        """Number of workers whose batches contribute to a layer's factors."""
-        return self.workers if self.mode.reduces_factors else 1
-
-    @property
     def columns(self) -> int:
         """Number of columns of the grid, see the module's docstring."""
         if not self.layers:
             return 1
         return self.workers // len(self.layers[0].gradient_workers)
-
-    def decomposition_group(self, layer: int, factor: str) -> tuple[int, ...]:
-        """The owner of a factor and the workers that need its decomposition."""
-        plan = self.layers[layer]
-        return tuple(sorted({plan.owners[factor], *plan.gradient_workers}))
 
 
 def plan_layers(

@@ -3,14 +3,7 @@
 To add a factor type, subclass `Factor`; blocks declare their factor types.
 """
 
-from tfkfac.factors.base import (
-    VALUES,
-    Factor,
-    MatrixPart,
-    Part,
-    Side,
-    Tensors,
-)
+from tfkfac.factors.base import VALUES, Factor, MatrixPart, Part, Side, Tensors
 from tfkfac.factors.low_rank import Limit, LowRank
 from tfkfac.factors.matrices import Dense, Diagonal
 

@@ -192,8 +192,7 @@ class LowRank(Factor):
             value.dtype,
         )
         low_rank = tf.reduce_sum(tf.square(F), [-2, -1]) / self.size
-        rest = tf.maximum(wide[..., -1, 0] - low_rank, 0)
-        return F, rest[..., None, None]
+        return F, tf.maximum(wide[..., -1, 0] - low_rank, 0)[..., None, None]
 
     # ------------------------------------------------------ solver="inverse"
     @override

@@ -159,13 +159,11 @@ class Categorical(Distribution):
         else:
             p = outputs / tf.reduce_sum(outputs, -1, keepdims=True)
         classes = tf.fill(tf.shape(outputs)[:-1], index)
-        root = tf.sqrt(p[..., index, None])
-        return root * self._gradient(outputs, classes)
+        return tf.sqrt(p[..., index, None]) * self._gradient(outputs, classes)
 
     def _gradient(self, outputs: tf.Tensor, classes: tf.Tensor) -> tf.Tensor:
         """Gradient of the negative log-likelihood of given classes."""
-        size = tf.shape(outputs)[-1]
-        hot = tf.one_hot(classes, size, dtype=outputs.dtype)
+        hot = tf.one_hot(classes, tf.shape(outputs)[-1], dtype=outputs.dtype)
         if self.from_logits:
             return tf.nn.softmax(outputs) - hot
         total = tf.reduce_sum(outputs, -1, keepdims=True)
@@ -286,7 +284,10 @@ def register_distribution(
         raise ValueError(
             f"Argument `unit` must be positive. Received: unit={unit!r}"
         )
-    loss_terms.register_loss(loss, unit, features == "mean")
+    loss_terms.REGISTERED.add(loss)
+    if unit is not None:  # None keeps the built-in or recognized unit, else 1
+        known = loss_terms.Known(None, unit, features == "mean")
+        loss_terms.KNOWN_LOSSES[loss] = known
     if isinstance(distribution, Distribution):
         constant = distribution
         _registered[loss] = lambda _: constant

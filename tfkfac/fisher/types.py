@@ -50,11 +50,6 @@ def weighted(
     return list(zip(outputs, weights, strict=True))
 
 
-def empirical(layers: Layers, settings: BatchSettings) -> Statistics:
-    """Statistics from the gradients of the loss."""
-    return batch_statistics(layers, settings)
-
-
 def monte_carlo(
     layers: Layers,
     settings: BatchSettings,

@@ -76,8 +76,7 @@ class Estimation:
 
     def run(self, local: Product) -> Spectrum:
         """Run the whole estimation for a local operator."""
-        steps = self.geometry.steps
-        state = self.iteration(local).run(self.draw(-1), steps)
+        state = self.iteration(local).run(self.draw(-1), self.geometry.steps)
         return spectrum(self.geometry, state)
 
 
@@ -130,9 +129,8 @@ def held_variable(tensor: tf.Tensor) -> tf.Variable:
     row_shape = tensor.shape.as_list()[1:]
     variable_shape = [None, *row_shape] if tensor.shape.rank else []
     shape = [0, *(size or 0 for size in row_shape)] if tensor.shape.rank else []
-    filler = "" if tensor.dtype == tf.string else 0
     with tf.init_scope():
-        empty = tf.fill(shape, filler)
+        empty = tf.fill(shape, "" if tensor.dtype == tf.string else 0)
     return state_variable(empty, tensor.dtype, "held", variable_shape)
 
 

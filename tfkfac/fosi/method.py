@@ -269,9 +269,8 @@ class FOSIMethod(Method):
 
     @override
     def state_bytes(self) -> dict[str, int]:
-        layout = self.make_layout()
         with planned():
-            state = self.new(self.job.topology.local[0], layout)
+            state = self.new(self.job.topology.local[0], self.make_layout())
         sizes = {
             "directions": state.subspace.bytes if state.subspace else 0,
             **self.estimation_state_bytes(state),

@@ -221,15 +221,23 @@ class MultiRoleMethod(FOSIMethod):
         # Wait for all replicas; copy the step counts to accelerators.
         streak = self.job.local_state(self.job.streaks)
         counter = replica_copy(raw_iterations(self.job.inner_optimizer).value)
-        count = tf.cast(counter, tf.float64)
-        counts = tf.concat([[count], streak.to_tensor()], 0)
-        gathered = everyone.all_gather(counts)
+        counts = [tf.cast(v, tf.float64) for v in (counter, *streak.variables)]
+        gathered = everyone.all_gather(tf.stack(counts))
         if state.accelerator is not None:
-            counts = gathered[self.roles.workers[0]]
-            counter.assign(tf.cast(counts[0], counter.dtype))
-            streak.assign(counts[1:], step.gradient_paths())
+            count, *values = tf.unstack(gathered[self.roles.workers[0]])
+            counter.assign(tf.cast(count, counter.dtype))
+            streak.assign(values, step.gradient_paths())
         self._hand_over(state, role_step.group, everyone)
-        self._send_weights(state, everyone)
+        # Broadcast the first worker's variables to the accelerators.
+        variables, sender = all_variables(model), self.roles.workers[0]
+        values = [tf.cast(v.value, wire_type(v)) for v in variables]
+        specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
+        members = (sender, *self.roles.accelerators)
+        received = everyone.broadcast(values, specs, sender, members)
+        if state.accelerator is not None and received is not None:
+            for variable, value in zip(variables, received, strict=True):
+                local = replica_copy(variable.value)
+                local.assign(tf.cast(value, local.dtype))
 
     def _schedule(self, state: RoleState) -> tuple[tf.Tensor, tf.Tensor]:
         """Return if an estimation begins, and the next `progress`.
@@ -267,8 +275,7 @@ class MultiRoleMethod(FOSIMethod):
         estimation = Estimation(geometry, step.group, self.settings.seed)
         arguments = dict(step.batch.arguments)
         arguments.pop("y_pred", None)
-        shares = tuple(step.loss.shares)
-        current = call.args, call.kwargs, arguments, shares
+        current = call.args, call.kwargs, arguments, tuple(step.loss.shares)
 
         def begin() -> None:
             accelerator.begin(current, update.flat_weights(model), estimation)
@@ -309,19 +316,6 @@ class MultiRoleMethod(FOSIMethod):
             state.progress.assign(0)
 
         when(ends, send)
-
-    def _send_weights(self, state: RoleState, everyone: Communicator) -> None:
-        """Broadcast the first worker's variables to the accelerators."""
-        model = self.job.model
-        variables, sender = all_variables(model), self.roles.workers[0]
-        values = [tf.cast(v.value, wire_type(v)) for v in variables]
-        specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
-        members = (sender, *self.roles.accelerators)
-        received = everyone.broadcast(values, specs, sender, members)
-        if state.accelerator is not None and received is not None:
-            for variable, value in zip(variables, received, strict=True):
-                local = replica_copy(variable.value)
-                local.assign(tf.cast(value, local.dtype))
 
     # ----------------------------------------------------------- reporting
     @override
@@ -390,8 +384,7 @@ def hand_over(
             received_pieces += received
     if values is None or not roles.trains(rank):
         return None
-    empty = [tf.zeros([0, 0], dtype)]
-    block = tf.concat(received_pieces or empty, 1)
+    block = tf.concat(received_pieces or [tf.zeros([0, 0], dtype)], 1)
     padding = [
         [0, size - present]
         for size, present in zip(layout.shape, block.shape, strict=True)

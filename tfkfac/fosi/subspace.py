@@ -103,8 +103,7 @@ class Subspace(Slots):
     ) -> None:
         """Assign `V^T b` for plain SGD's momentum b to `inner_momentum`."""
         assert self.inner_momentum is not None
-        projected = self.coefficients(inner_momentum, group)
-        self.inner_momentum.assign(projected)
+        self.inner_momentum.assign(self.coefficients(inner_momentum, group))
 
     def coefficients(self, vector: tf.Tensor, group: Communicator) -> tf.Tensor:
         """Return the local elements of `V^T x`."""

@@ -93,8 +93,7 @@ def flat_gradient(step: Step, length: int | None = None) -> tf.Tensor:
 def flat_weights(model: keras.Model) -> tf.Tensor:
     """A copy of this replica's weights, as a vector."""
     weights = model.trainable_variables
-    values = [tf.identity(v.value) for v in weights]
-    return flat_space(weights).join(values)
+    return flat_space(weights).join([tf.identity(v.value) for v in weights])
 
 
 def add_to_weights(
@@ -232,8 +231,7 @@ class SplitUpdate:
             changes = map(tf.subtract, [v.value for v in weights], old_values)
             change = space.join(list(changes), length)
             # Weights without a gradient stay unchanged.
-            added = zero_unless_finite(correction(change))
-            add_to_weights(model, added, order)
+            add_to_weights(model, zero_unless_finite(correction(change)), order)
 
         def after() -> None:
             when(self.state.estimations > 0, add)

@@ -226,14 +226,13 @@ class GaussNewtonMethod(Method):
             check = refuse(differs & (state.tries == 0), _OTHER_GRADIENT)
             with tf.control_dependencies([check]):
                 before = tf.identity(before)
-        rate = tf.cast(self.job.inner_optimizer.learning_rate, tf.float64)
         return search(
             equations,
             objective.loss_after,
             before,
             tf.convert_to_tensor(state.damping),
             self.settings.momentum * state.previous_step(self.space),
-            rate,
+            tf.cast(self.job.inner_optimizer.learning_rate, tf.float64),
             self.settings.max_tries,
             objective.precision,
             derivatives,

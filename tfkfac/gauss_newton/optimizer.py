@@ -137,8 +137,7 @@ class GaussNewton(SecondOrderOptimizer):
             max_bytes=if_given(check_count, "max_bytes", max_bytes, 1),
         )
         method = GaussNewtonMethod(settings)
-        rate = check_rate("learning_rate", learning_rate)
-        inner = keras.optimizers.SGD(rate)
+        inner = keras.optimizers.SGD(check_rate("learning_rate", learning_rate))
         super().__init__(inner, method, name, max_skipped_steps)
 
     def get_config(self) -> dict[str, Any]:
@@ -280,8 +279,7 @@ class GaussNewton(SecondOrderOptimizer):
             model.points.resample(int(self.iterations.numpy()))
 
         def end_step(batch: int, logs: Any) -> None:
-            is_last = num_done + batch + 1 >= steps
-            if is_last or time.monotonic() > end:
+            if num_done + batch + 1 >= steps or time.monotonic() > end:
                 model.stop_training = True
 
         callback = keras.callbacks.LambdaCallback(

@@ -59,8 +59,7 @@ class NormalEquations(NamedTuple):
     def factor(self, shift: tf.Tensor) -> tf.Tensor:
         """Return the Cholesky factor of `matrix + shift I`; NaN if it fails."""
         diagonal = tf.linalg.diag_part(self.matrix) + shift
-        damped = tf.linalg.set_diag(self.matrix, diagonal)
-        return tf.linalg.cholesky(damped)
+        return tf.linalg.cholesky(tf.linalg.set_diag(self.matrix, diagonal))
 
     def step(self, factor: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
         """Return the step d, given the result of `factor`."""

@@ -9,11 +9,11 @@ import tensorflow as tf
 from tfkfac.blocks import Block, LayerGradient, RowGradient
 from tfkfac.blocks.statistics import (
     BatchSettings,
+    batch_statistics,
     choose_subsample,
     records_of,
 )
 from tfkfac.capture.taps import Record, Tap, is_product
-from tfkfac.compat.graphs import before_relu, is_copy
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.distributed.plan import Plan
 from tfkfac.fisher import types
@@ -21,7 +21,6 @@ from tfkfac.fisher.types import Choice, Statistics
 from tfkfac.kfac.averages import Preconditioner
 from tfkfac.kfac.settings import KFACSettings
 from tfkfac.kfac.state import State
-from tfkfac.loss.terms import LossTerms
 from tfkfac.solvers.base import most_rows
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Step
@@ -145,44 +144,6 @@ def _check(block: Block, complete: bool, recorded: bool) -> None:
         )
 
 
-def output_layer(
-    layers: Sequence[ActiveBlock], terms: LossTerms
-) -> ActiveBlock | None:
-    """Return the layer that computes the outputs of a loss, or None."""
-    for layer in layers:
-        for record in layer.records:
-            source = record.output
-            if terms.call is None or source is None:
-                continue
-            if is_copy(before_relu(terms.call.y_pred), source):
-                return layer
-    return None
-
-
-def scale_outputs(
-    layers: Sequence[ActiveBlock],
-    last_layers: Sequence[ActiveBlock | None],
-    deviations: Sequence[tf.Tensor | None],
-) -> list[ActiveBlock]:
-    """Set `output_scale` of the layers that compute the outputs of losses.
-
-    Only the last layer has the unit of the labels, with standard deviation s_y:
-    `output_scale = max(s_y, min(1, sqrt(inputs) rms(kernel)))`.
-    """
-    scales: dict[int, tf.Tensor] = {}
-    for layer, deviation in zip(last_layers, deviations, strict=True):
-        if layer is not None and deviation is not None:
-            kernel = tf.convert_to_tensor(layer.block.variables[0])
-            squares = tf.reduce_sum(tf.square(kernel)) / kernel.shape[-1]
-            size = tf.minimum(tf.sqrt(tf.cast(squares, tf.float64)), 1.0)
-            least = scales.get(layer.position, size)
-            scales[layer.position] = tf.maximum(deviation, least)
-    return [
-        dataclasses.replace(layer, output_scale=scales.get(layer.position))
-        for layer in layers
-    ]
-
-
 # rows; blocks with a lower row limit always use the dense gradient
 _MIN_ROW_LIMIT = 16
 
@@ -250,7 +211,7 @@ def observed(
     return [block for block in layers if plan.observes(rank, block.position)]
 
 
-def batch_statistics(
+def local_statistics(
     layers: Sequence[ActiveBlock],
     step: Step,
     choice: Choice,
@@ -268,7 +229,8 @@ def batch_statistics(
         choose_subsample(
             arguments.factor_batch_fraction,
             state.factor_updates,
-            plan.observers,
+            # Number of workers that sum their statistics
+            plan.workers if plan.reduces_factors else 1,
         ),
         step.loss.weights,
         None if loss_scale is None else 1 / loss_scale,
@@ -280,7 +242,7 @@ def batch_statistics(
     }
     likelihood = choice.likelihood
     if likelihood is None or choice.type == types.EMPIRICAL:
-        statistics = types.empirical(recorded, settings)
+        statistics: Statistics = batch_statistics(recorded, settings)
     elif choice.type == types.TYPE2:
         statistics = types.type2(recorded, settings, likelihood)
     else:

@@ -112,8 +112,7 @@ def partition(
     """
     groups: dict[Hashable, dict[int, Block]] = {}
     for i, block in blocks.items():
-        factors = tuple(sorted(block.factors.items()))
-        full_key = key(i), factors, block.dtype
+        full_key = key(i), tuple(sorted(block.factors.items())), block.dtype
         groups.setdefault(full_key, {})[i] = block
     result: list[dict[int, Block]] = []
     for members in groups.values():
@@ -445,8 +444,7 @@ class PlainMatrix(Slots):
         super().__init__("plain", section=SPECTRAL)
         # Keep a weak reference: checkpoints save attributes that are variables.
         self._variable = weakref.ref(variable)
-        columns = variable.shape[-1]
-        self.shape = (math.prod(variable.shape[:-1]), columns)
+        self.shape = (math.prod(variable.shape[:-1]), variable.shape[-1])
         dtype = tf.as_dtype(variable.dtype)
         self._dtype = tf.float32 if dtype.size < 4 else dtype
         self.value = self.slot(

@@ -15,6 +15,7 @@ from tfkfac.blocks.registry import build_registry, tap_layers
 from tfkfac.capture.model_taps import ForwardTap, PullbackTap
 from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import Tracked, in_xla
+from tfkfac.compat.optimizers import rate_of
 from tfkfac.compat.overrides import Below
 from tfkfac.distributed.collectives import Communicator, gradient_bytes
 from tfkfac.factors import Limit
@@ -24,12 +25,12 @@ from tfkfac.kfac.active import (
     ActiveBlock,
     active_blocks,
     active_groups,
-    batch_statistics,
+    local_statistics,
     observed,
     with_rows,
 )
 from tfkfac.kfac.averages import CACHED_ELEMENTS, MAX_ELEMENTS
-from tfkfac.kfac.natural import MOST_ROWS, Natural, count_invalid
+from tfkfac.kfac.natural import MOST_ROWS, Natural
 from tfkfac.kfac.placement import (
     FACTORS,
     INVERSES,
@@ -40,13 +41,14 @@ from tfkfac.kfac.placement import (
 from tfkfac.kfac.scales import Batch
 from tfkfac.kfac.settings import AUTO, Distribution, KFACSettings
 from tfkfac.kfac.spectral import Spectral
-from tfkfac.kfac.state import Pending, State
+from tfkfac.kfac.state import State
 from tfkfac.loss.batch import trace_nested_calls
 from tfkfac.loss.terms import recognized
 from tfkfac.saving.entries import Contents
 from tfkfac.shell.method import Method
-from tfkfac.shell.rest import follow_lengths
+from tfkfac.shell.rest import LengthRate
 from tfkfac.solvers.registry import make_solver
+from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
 
@@ -78,11 +80,6 @@ class KFACMethod(Method):
         self._choice: Choice | None = None
         self._loss_lines: list[str] = []
 
-    @property
-    def _state(self) -> State:
-        """State of the current replica."""
-        return self.job.local_state(self.states)
-
     def _advise(self, text: str, key: str | None = None) -> None:
         """Warn on the worker of replica 0, once per key (default: text)."""
         key = key or text
@@ -95,7 +92,7 @@ class KFACMethod(Method):
     @override
     def run(self, step: Step) -> None:
         """Run one step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
-        state = self._state
+        state = self.job.local_state(self.states)
         layers = active_blocks(step, state)
         # Under XLA matrices: the choice at run time would compile both forms.
         by_rows = self.placement.takes_rows and state.pending is None
@@ -103,15 +100,15 @@ class KFACMethod(Method):
         if by_rows and self._rule.takes_rows(step.group.size):
             layers = with_rows(layers, state, step, self._rule.has_product)
         self._describe_losses(step)
-        statistics = self.statistics(layers, step)
+        statistics = self.statistics(state, layers, step)
         micro_batches = self.settings.gradient_accumulation_steps or 1
         batch = self._rule.read(
             step, layers, state, self._advise, micro_batches
         )
         if state.pending is None:
-            self.update(layers, step, statistics, batch)
+            self.update(state, layers, step, statistics, batch)
         else:
-            self.accumulate(layers, step, state.pending, statistics, batch)
+            self.accumulate(state, layers, step, statistics, batch)
 
     def _describe_losses(self, step: Step) -> None:
         """Record the likelihoods for the summary; warn of unknown losses."""
@@ -131,8 +128,7 @@ class KFACMethod(Method):
                     "unit with `tfkfac.register_distribution`."
                 )
         if not job.terms_of(step.batch):
-            is_passed = step.batch.value is not None
-            rule = Natural if is_passed else self._rule
+            rule = self._rule if step.batch.value is None else Natural
             self._advise(
                 f"Optimizer '{job.name}' did not observe the loss of model "
                 f"'{model}' and assumes a mean over the examples, the leading "
@@ -144,20 +140,21 @@ class KFACMethod(Method):
 
     def update(
         self,
+        state: State,
         layers: Sequence[ActiveBlock],
         step: Step,
         statistics: Callable[[], Statistics],
         batch: Batch | None,
     ) -> None:
         """Update the weights from local gradients, which are reduced here."""
-        state, rule = self._state, self._rule
+        rule = self._rule
         damping = self.settings.damping.at(self.job.clock)
         # Reduce: all-reduce the gradients and the requests for new inverses.
-        requested, sums = self.reduce(step, batch)
+        requested, sums = self.reduce(state, step, batch)
         layers = rule.rescale(layers, step, state, batch, sums)
         step.check_finite()
         # Factors: all-reduce the statistics, update the running averages.
-        self.update_factors(layers, step, statistics)
+        self.update_factors(state, layers, step, statistics)
         # Inverses: owners decompose, gradient workers receive.
         clock, settings = self.job.clock, self.settings
         groups_due = find_due_groups(
@@ -170,9 +167,8 @@ class KFACMethod(Method):
         first, *later_stages = exchange.stages(
             {layer.position: layer for layer in layers}
         )
-        updated = [
-            self.update_inverses(first, step, groups_due, requested, damping)
-        ]
+        arguments = step, groups_due, requested, damping
+        updated = [self.update_inverses(state, first, *arguments)]
 
         def direction() -> Update:
             # Precondition: gradient workers apply the inverses, receivers get
@@ -183,29 +179,36 @@ class KFACMethod(Method):
                 active_groups(first, state), step, exchange, damping
             )
             for stage in later_stages:
-                updated.append(
-                    self.update_inverses(
-                        stage, step, groups_due, requested, damping
-                    )
-                )
+                updated.append(self.update_inverses(state, stage, *arguments))
                 preconditioned += rule.directions(
                     active_groups(stage, state), step, exchange, damping
                 )
             any_updated = tf.cast(tf.reduce_any(updated), tf.int64)
             state.inverse_updates.assign_add(any_updated)
-            count_invalid(state.counters, preconditioned)
-            # Clip the preconditioned gradients.
-            return Update(
-                rule.gradients(
-                    preconditioned, step, state, damping, batch, sums
-                )
+            # Count invalid directions; request the inverses of their blocks.
+            counters = state.counters
+            valid = [(x.group.positions, x.valid) for x in preconditioned]
+            invalid = ~counters.flags(valid)
+            count_each(
+                invalid,
+                counters.plain,
+                counters.paths,
+                "the preconditioned gradient is not finite or far too long, "
+                "the plain one takes its place; the next step decomposes the "
+                "factors anew.",
             )
+            counters.request_decomposition(invalid)
+            # Clip the preconditioned gradients.
+            gradients = rule.gradients(
+                preconditioned, step, state, damping, batch, sums
+            )
+            return Update(gradients)
 
         # Apply: the inner optimizer updates the weights.
         step.apply(direction)
 
     def statistics(
-        self, layers: Sequence[ActiveBlock], step: Step
+        self, state: State, layers: Sequence[ActiveBlock], step: Step
     ) -> Callable[[], Statistics]:
         """Return a function that computes the statistics of this batch."""
         choice = Choice(EMPIRICAL)
@@ -214,17 +217,12 @@ class KFACMethod(Method):
             choice = choose_type(self.settings.fisher, step.loss.losses, calls)
         # Keep no tensors after the trace.
         self._choice = Choice(choice.type, reason=choice.reason)
-        return lambda: batch_statistics(
-            layers,
-            step,
-            choice,
-            self._state,
-            self.placement.plan,
-            self.settings,
+        return lambda: local_statistics(
+            layers, step, choice, state, self.placement.plan, self.settings
         )
 
     def reduce(
-        self, step: Step, batch: Batch | None
+        self, state: State, step: Step, batch: Batch | None
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """All-reduce gradients and requests for inverse updates together.
 
@@ -235,7 +233,7 @@ class KFACMethod(Method):
             A bool for each block, True if its inverse is requested, and the
             sums of the scalars of the step rule and of the moments.
         """
-        requested = tf.equal(self._state.counters.decomposed, 0)
+        requested = tf.equal(state.counters.decomposed, 0)
         gradient = next((g for g in step.gradients if g is not None), None)
         dtype = tf.float32 if gradient is None else gradient.dtype
         scalars = self._rule.scalars(step, batch)
@@ -249,31 +247,33 @@ class KFACMethod(Method):
 
     def accumulate(
         self,
+        state: State,
         layers: Sequence[ActiveBlock],
         step: Step,
-        pending: Pending,
         statistics: Callable[[], Statistics],
         batch: Batch | None,
     ) -> None:
         """Add a micro-batch; update the weights after the last one."""
+        pending = state.pending
+        assert pending is not None
         step.keep_finite(tf.convert_to_tensor(pending.loss))
         step.weigh()
         pending.add(step)
         if batch is not None:
             batch = batch.accumulated(pending.moments)
-        scheduled, initial = self.factors_due(layers, step)
+        scheduled, initial = self.factors_due(state, layers, step)
         when(scheduled | initial, lambda: pending.add_statistics(statistics()))
 
         def complete() -> None:
             merged = pending.merged(step)
-            self.update(layers, merged, pending.statistics, batch)
+            self.update(state, layers, merged, pending.statistics, batch)
             pending.reset()
 
         num_micro_batches = self.settings.gradient_accumulation_steps
         when(tf.equal(pending.count, num_micro_batches), complete)
 
     def factors_due(
-        self, layers: Sequence[ActiveBlock], step: Step
+        self, state: State, layers: Sequence[ActiveBlock], step: Step
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return two bools: due by schedule; due for blocks without factors."""
         clock = self.job.clock
@@ -282,19 +282,19 @@ class KFACMethod(Method):
         )
         local = observed(layers, step, self.placement.plan)
         positions = tf.constant([layer.position for layer in local], tf.int32)
-        without = self._state.counters.without_statistics()
-        missing = tf.gather(without, positions)
+        missing = tf.gather(state.counters.without_statistics(), positions)
         return tf.equal(clock % interval, 0), tf.reduce_any(missing)
 
     def update_factors(
         self,
+        state: State,
         layers: Sequence[ActiveBlock],
         step: Step,
         statistics: Callable[[], Statistics],
     ) -> None:
         """All-reduce statistics and update the averages if they are due."""
-        state, placement = self._state, self.placement
-        scheduled, initial = self.factors_due(layers, step)
+        placement = self.placement
+        scheduled, initial = self.factors_due(state, layers, step)
         assert self._choice is not None
         is_empirical = self._choice.type == EMPIRICAL
         # Skip gradients at outputs that are still far from the labels.
@@ -327,6 +327,7 @@ class KFACMethod(Method):
 
     def update_inverses(
         self,
+        state: State,
         layers: Sequence[ActiveBlock],
         step: Step,
         groups_due: tf.Tensor,
@@ -341,7 +342,7 @@ class KFACMethod(Method):
         """
         if not layers:
             return tf.constant(False)
-        counters = self._state.counters
+        counters = state.counters
         positions = [layer.position for layer in layers]
         places = range(len(self.placement.blocks))
         due = tf.gather(groups_due, self.placement.schedule_groups)
@@ -361,18 +362,19 @@ class KFACMethod(Method):
             counters.deferred.assign_add(tf.cast(due, tf.int64))
             counters.dampings.assign(tf.where(due, dampings, counters.dampings))
         else:
-            self.decompose(due, positions, dampings, step.group)
+            self.decompose(state, due, positions, dampings, step.group)
         return tf.reduce_any(due)
 
     def decompose(
         self,
+        state: State,
         due: tf.Tensor,
         positions: Sequence[int],
         dampings: tf.Tensor,
         group: Communicator,
     ) -> None:
         """Recompute the inverses that are due, one schedule group at a time."""
-        state, placement = self._state, self.placement
+        placement = self.placement
         schedule_groups = defaultdict(list)
         for i in positions:
             schedule_groups[placement.schedule_groups[i]].append(i)
@@ -382,8 +384,7 @@ class KFACMethod(Method):
             )
 
             def decompose_group(
-                members: Sequence[int] = members,
-                due: tf.Tensor = group_due,
+                members: Sequence[int] = members, due: tf.Tensor = group_due
             ) -> None:
                 decompositions = placement.exchange.share_decompositions(
                     group,
@@ -407,15 +408,15 @@ class KFACMethod(Method):
 
     def _decompose_deferred(self) -> None:
         """Recompute the inverses that became due in a compiled step."""
-        counters, group = self._state.counters, self.job.group("inverses")
+        state = self.job.local_state(self.states)
+        counters, group = state.counters, self.job.group("inverses")
         due, dampings = counters.deferred > 0, counters.dampings.value()
         positions = sorted(self._deferred)
-
-        def decompose_deferred() -> None:
-            self.decompose(due, positions, dampings, group)
-            counters.deferred.assign(tf.zeros_like(counters.deferred))
-
-        when(tf.reduce_any(due), decompose_deferred)
+        when(
+            tf.reduce_any(due),
+            lambda: self.decompose(state, due, positions, dampings, group),
+        )
+        counters.deferred.assign(tf.zeros_like(counters.deferred))
 
     # --------------------------------------------------- binding and state
     @override
@@ -475,18 +476,21 @@ class KFACMethod(Method):
         # XLA runs on GPUs only.
         if not has_momenta and not tf.config.list_physical_devices("GPU"):
             limit = CACHED_ELEMENTS
-        accumulates = self.settings.gradient_accumulation_steps is not None
 
         def make_state(rank: int) -> State:
             state = existing.get(rank) or State()
             state.fill(placement, rank, has_momenta, limit)
-            if accumulates:
+            if self.settings.gradient_accumulation_steps is not None:
                 state.accumulate(placement, rank, self.job)
             return state
 
         self.states = self.job.for_each(make_state)
-        lengths = [x.length.factor for x in self.states if x.length]
-        follow_lengths(self.job.rest_optimizer, lengths)
+        rest = self.job.rest_optimizer
+        rate = rest and rate_of(rest)
+        if isinstance(rate, LengthRate):
+            # Replicas that share a variable would wait for each other.
+            lengths = [x.length.factor for x in self.states if x.length]
+            rate.lengths = tuple(lengths)
         return self.states
 
     @override

@@ -27,7 +27,7 @@ from tfkfac.kfac.length import (
 from tfkfac.kfac.placement import Exchange, Placement
 from tfkfac.kfac.scales import Batch
 from tfkfac.kfac.settings import KFACSettings
-from tfkfac.kfac.state import Counters, State
+from tfkfac.kfac.state import State
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
 
@@ -191,13 +191,20 @@ class Natural:
         optimizer, report = step.job.inner_optimizer, state.report
         gradients, rate = step.gradients, optimizer.learning_rate
         if directions:
-            products = [direction.product for direction in directions]
-            limit, kl_clip, hint_rate = self.settings.kl_clip.get(), None, None
+            # The squared length of the step in the Fisher metric,
+            # `lr^2 |sum <P, W>|`, is about twice the change of the model's
+            # predictions in nats (Distributed K-FAC, eq. 16).
+            total = tf.abs(total_of([x.product for x in directions]))
+            length = tf.square(tf.cast(rate, tf.float64)) * total
+            limit, hint_rate = self.settings.kl_clip.get(), None
+            factor = tf.ones_like(length)  # nu of the paper
             if limit is not None:
                 kl_clip = self.settings.kl_clip.at(step.job.clock)
+                kl_clip = tf.cast(kl_clip, tf.float64)
+                ratio = tf.sqrt(tf.math.divide_no_nan(kl_clip, length))
+                factor = tf.where(length > 0, tf.minimum(ratio, 1.0), 1.0)
                 is_sgd = isinstance(optimizer, keras.optimizers.SGD)
                 hint_rate = rate if is_sgd else None
-            factor, length = clip_step(products, kl_clip, rate)
             hint_due = report.record(factor, length, damping, hint_rate)
             layers = [layer for x in directions for layer in x.group.layers]
             when(hint_due, lambda: hint_at_clip(layers, step, report, limit))
@@ -293,24 +300,6 @@ def hint_at_inputs(
     )
     count_each(is_far, report.hints, [step.job.name], message)
     return is_far
-
-
-def clip_step(
-    products: Sequence[tf.Tensor], kl_clip: tf.Tensor | None, learning_rate: Any
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return `nu = min(1, sqrt(kl_clip / length))`, `length`.
-
-    The squared length of a step in the Fisher metric, `lr^2 |sum <P, W>|`, is
-    about twice the change of the model's predictions in nats (Distributed
-    K-FAC, eq. 16). `products` has `<P, W>` of the blocks of each group. `nu`
-    is 1 if the length is 0 or `kl_clip` is None.
-    """
-    total = tf.abs(total_of(products))
-    length = tf.square(tf.cast(learning_rate, tf.float64)) * total
-    if kl_clip is None:
-        return tf.ones_like(length), length
-    ratio = tf.sqrt(tf.math.divide_no_nan(tf.cast(kl_clip, tf.float64), length))
-    return tf.where(length > 0, tf.minimum(ratio, 1.0), 1.0), length
 
 
 def total_of(products: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -445,19 +434,3 @@ def check(
     valid = tf.math.is_finite(size) & (size * ratio <= _SLACK**2 * plain_size)
     P = P.where(valid, W)
     return P, W.inner(P), valid
-
-
-def count_invalid(
-    counters: Counters, directions: Sequence[Preconditioned]
-) -> None:
-    """Count invalid preconditioned gradients; request inverse updates."""
-    valid = [(x.group.positions, x.valid) for x in directions]
-    invalid = tf.logical_not(counters.flags(valid))
-    count_each(
-        invalid,
-        counters.plain,
-        counters.paths,
-        "the preconditioned gradient is not finite or far too long, the plain "
-        "one takes its place; the next step decomposes the factors anew.",
-    )
-    counters.request_decomposition(invalid)

@@ -17,8 +17,8 @@ from tfkfac.distributed.collectives import (
     Item,
     all_reduce_bytes,
     broadcast_items,
+    bundles,
     flatten,
-    rounds,
     scope,
     split_buckets,
     sum_dtype,
@@ -197,8 +197,7 @@ class Exchange:
         remaining = iter(rows)
         for message in split_buckets(message_specs):
             bucket = list(itertools.islice(remaining, len(message)))
-            layers = [i for i, *_ in bucket]
-            with tf.name_scope("statistics/" + scope(layers)):
+            with tf.name_scope("statistics/" + scope([i for i, *_ in bucket])):
                 sums = reduce(
                     communicator, [(spec, x) for _, _, spec, x in bucket]
                 )
@@ -268,8 +267,10 @@ class Exchange:
         specs: dict[tuple[int, str], Part] = {}
         for i in sorted(layers):
             dtype = self.wire.inverse_dtype or self.blocks[i].dtype
-            for factor, owner in self.plan.layers[i].owners.items():
-                members = self.plan.decomposition_group(i, factor)
+            layer_plan = self.plan.layers[i]
+            for factor, owner in layer_plan.owners.items():
+                # The owner, and the workers that need its decomposition.
+                members = tuple(sorted({owner, *layer_plan.gradient_workers}))
                 by_name = self.solver.parts(self.blocks[i].factors, factor)
                 for name, spec in by_name.items():
                     packed = tf.TensorSpec(self.wire.shape(spec), dtype)
@@ -297,13 +298,24 @@ class Exchange:
         are sent while the next stage is decomposed (DP-KFAC, section 5).
         Otherwise there is a single stage.
         """
-        stages: list[list[T]] = []
-        if not self.plan.sends_decompositions:
-            stages = [
-                [layers[i] for i in sorted({item.layer for item in items})]
-                for items in rounds(self._gradient_items(list(layers)))
-            ]
-        return stages or [list(layers.values())]
+        stages: list[set[int]] = []
+        if all(
+            set(layer.gradient_workers) == {owner}
+            for layer in self.plan.layers
+            for owner in layer.owners.values()
+        ):
+            for items in bundles(self._gradient_items(list(layers))).values():
+                sent = iter(items)
+                messages = split_buckets([item.spec for item in items])
+                # Stage i has the layers of the i-th message of each sender.
+                for index, message in enumerate(messages):
+                    if index == len(stages):
+                        stages.append(set())
+                    message_items = itertools.islice(sent, len(message))
+                    stages[index] |= {item.layer for item in message_items}
+        if not stages:
+            return [list(layers.values())]
+        return [[layers[i] for i in sorted(stage)] for stage in stages]
 
     def share_gradients(
         self,

@@ -45,8 +45,7 @@ def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
     def is_large(item: Leftover) -> bool:
         return any(count_weights([v]) > _LARGE * total for v in item.variables)
 
-    has_large = any(map(is_large, uncovered))
-    if trained >= _LOW_COVERAGE * total and not has_large:
+    if trained >= _LOW_COVERAGE * total and not any(map(is_large, uncovered)):
         return None
     coverage = (
         f"K-FAC preconditions {covered / total:.1%} of the weights of model "

@@ -36,12 +36,7 @@ from tfkfac.curvature.directional import (
 from tfkfac.curvature.hessian import ADVICE
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.linalg.tensors import all_finite, select
-from tfkfac.loss.recognition import (
-    CROSS_ENTROPIES,
-    LOCATION,
-    NORMAL,
-    POISSON,
-)
+from tfkfac.loss.recognition import CROSS_ENTROPIES, LOCATION, NORMAL, POISSON
 from tfkfac.loss.shares import LossMeasure, weighted
 from tfkfac.loss.targets import label_count
 from tfkfac.loss.terms import LossTerms, has_free_scale, needs_recognition
@@ -153,10 +148,9 @@ class Batch(NamedTuple):
 
     def accumulated(self, sums: tf.Variable) -> "Batch":
         """Add the moments to those of earlier micro-batches; use the total."""
-        moments = self.moments
-        if moments is None:
+        if self.moments is None:
             return self
-        return self._replace(moments=moments.accumulated(sums))
+        return self._replace(moments=self.moments.accumulated(sums))
 
 
 class Moments:
@@ -165,6 +159,7 @@ class Moments:
     Attributes:
         layers: For each loss, the layer that computes its outputs, or None.
         values: The sums of this replica, a float64 vector.
+        averaged_sizes: Sizes of the running sums of weights, then of labels.
 
     Args:
         loss: The losses of the batch.
@@ -196,7 +191,7 @@ class Moments:
         self._sizes = [int(x.shape[0]) for x in sums]
         # Averages of weights have room also in batches without weights.
         count = len(loss.losses)
-        self._averaged_sizes = [2] * count + self._sizes[count : 2 * count]
+        self.averaged_sizes = [2] * count + self._sizes[count : 2 * count]
         self._decays = [_WEIGHT_DECAY] * count + [_LABEL_DECAY] * count
         self.values = tf.concat([none, *sums], 0)
 
@@ -206,12 +201,6 @@ class Moments:
         moments.values = _read(sums, sum(self._sizes)) + self.values
         sums.assign(moments.values)
         return moments
-
-    def restarts(self, averages: tf.Variable) -> bool:
-        """Return True if the running sums are of other losses or labels."""
-        with tf.init_scope():
-            size = averages.read_value().shape[0]
-        return size not in (0, sum(self._averaged_sizes))
 
     def update(
         self, averages: tf.Variable, totals: tf.Tensor
@@ -223,12 +212,12 @@ class Moments:
             s_y of the labels of each loss, None for a loss without a free
             scale; and the changes of weights by `OutputFit`.
         """
-        old = _read(averages, sum(self._averaged_sizes))
+        old = _read(averages, sum(self.averaged_sizes))
         batch = tf.split(totals, self._sizes)
         sums = [
             total + decay * part if total.shape[0] else part
             for part, total, decay in zip(
-                tf.split(old, self._averaged_sizes),
+                tf.split(old, self.averaged_sizes),
                 batch,
                 self._decays,
                 strict=False,
@@ -236,7 +225,7 @@ class Moments:
         ]
         new = select(all_finite([totals]), tf.concat(sums, 0), old)
         averages.assign(new)
-        parts, count = tf.split(new, self._averaged_sizes), len(self._losses)
+        parts, count = tf.split(new, self.averaged_sizes), len(self._losses)
         units: list[tf.Tensor] = []
         deviations: list[tf.Tensor | None] = []
         changes: Changes = {}
@@ -249,8 +238,7 @@ class Moments:
                 unit *= tf.where(mean > 0, mean, 1.0)
             if labels.shape[0]:
                 deviation, power = _deviation(labels)
-                spread = terms.likelihood.spread or tf.square
-                unit *= spread(deviation)
+                unit *= (terms.likelihood.spread or tf.square)(deviation)
                 if fit is not None:
                     fit_sums = batch[2 * count + i]
                     changes |= fit.changes(fit_sums, deviation, power)
@@ -400,8 +388,7 @@ def _label_weights(
     weights = terms.call.reduction.term_weights()
     if weights is None:
         weights = tf.ones([], tf.float32)
-    missing = tf.maximum(tf.size(shape) - tf.rank(weights), 0)
-    ones = tf.ones([missing], tf.int32)
+    ones = tf.ones([tf.maximum(tf.size(shape) - tf.rank(weights), 0)], tf.int32)
     weights = tf.reshape(weights, tf.concat([tf.shape(weights), ones], 0))
     weights = tf.reshape(tf.broadcast_to(weights, shape), [-1, columns])
     weights = tf.cast(weights, tf.float64)

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.walk import LayerRule
-from tfkfac.checks import check_bool, check_choice, check_count, is_number
+from tfkfac.checks import check_choice, check_count, is_number
 from tfkfac.distributed.plan import MODES, POLICIES
 from tfkfac.shell.arguments import (
     Hyperparameter,
@@ -94,7 +94,11 @@ class Distribution(Settings):
         check_choice("mode", self.mode, tuple(MODES))
         if self.assignment is not None:
             check_choice("assignment", self.assignment, POLICIES)
-        check_bool("symmetric", self.symmetric)
+        if not isinstance(self.symmetric, bool):
+            raise ValueError(
+                "Argument `symmetric` must be True or False. Received: "
+                f"symmetric={self.symmetric!r}"
+            )
         fraction = self.gradient_worker_fraction
         # Keep None in the config: the default depends on the number of workers.
         if fraction is not None:
@@ -180,14 +184,13 @@ def check_layer_rules(name: str, value: Any) -> tuple[LayerRule, ...]:
             f"regular expressions or layer classes. Received: {name}={value!r}"
         )
     rules: list[Any] = []
+    layer_class = keras.layers.Layer
     for rule in value:
         if isinstance(rule, dict) and _CLASS in rule:
             class_name = rule[_CLASS]
             registered = keras.saving.get_registered_object(class_name)
             rule = registered or getattr(keras.layers, class_name, class_name)
-        is_layer = isinstance(rule, type) and issubclass(
-            rule, keras.layers.Layer
-        )
+        is_layer = isinstance(rule, type) and issubclass(rule, layer_class)
         is_pattern = isinstance(rule, re.Pattern) and isinstance(
             rule.pattern, str
         )
@@ -250,8 +253,7 @@ def choose_optimizers(
     if step == "spectral":
         defaults = {"learning_rate": FitDecay(1.0), "momentum": 0.0}
         del arguments["momentum"]  # momentum of the spectral step, not of SGD
-    sgd = keras.optimizers.SGD
-    inner = check_inner(choose_inner(inner_optimizer, sgd, defaults, arguments))
+    inner = check_inner(choose_inner(inner_optimizer, defaults, arguments))
     if isinstance(inner, _ADAPTIVE):
         warnings.warn(
             f"{type(inner).__name__} as `inner_optimizer` rescales each "
@@ -272,7 +274,7 @@ def choose_optimizers(
         return inner, choose_rest(rest_optimizer, inner, rate, weight_decay)
     names = ("momentum", "clipnorm", "clipvalue", "global_clipnorm")
     forbidden = [name for name in names if getattr(inner, name, None)]
-    if type(inner) is not sgd or forbidden:
+    if type(inner) is not keras.optimizers.SGD or forbidden:
         raise ValueError(
             "Argument `inner_optimizer` must be SGD without momentum or "
             "clipping with step='spectral', which has a length and a momentum "

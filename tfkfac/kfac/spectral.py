@@ -19,6 +19,7 @@ All D get the same root mean square: `0.2 r s` at the learning rate s, with r of
 by its `output_scale`. Weights decay by `weight_decay r s`.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,13 +31,9 @@ from typing_extensions import override
 from tfkfac.blocks import LayerGradient, MatrixGradient, RowGradient
 from tfkfac.blocks.registry import Registry
 from tfkfac.compat.functions import shared_call, when
+from tfkfac.compat.graphs import before_relu, is_copy
 from tfkfac.compat.optimizers import variable_key
-from tfkfac.kfac.active import (
-    ActiveBlock,
-    ActiveGroup,
-    output_layer,
-    scale_outputs,
-)
+from tfkfac.kfac.active import ActiveBlock, ActiveGroup
 from tfkfac.kfac.averages import (
     MAX_ELEMENTS,
     PlainMatrix,
@@ -63,12 +60,7 @@ from tfkfac.kfac.placement import Exchange, Placement
 from tfkfac.kfac.scales import Batch, Moments
 from tfkfac.kfac.state import State
 from tfkfac.linalg.polar import polar_factors
-from tfkfac.linalg.tensors import (
-    rounding,
-    row_squares,
-    row_sums,
-    select,
-)
+from tfkfac.linalg.tensors import rounding, row_squares, row_sums, select
 from tfkfac.saving.slots import planned
 from tfkfac.training.step import Gradients, Step
 
@@ -132,19 +124,34 @@ class Spectral(Natural):
     ) -> Batch:
         assert state.length is not None
         losses = step.loss.losses
-        last_layers = [output_layer(layers, terms) for terms in losses]
-        is_early = step.job.clock < WARMUP
-        moments = Moments(step.loss, last_layers, is_early)
-        has_moments = bool(moments.values.shape[0])
-        if has_moments and moments.restarts(state.length.scale_sums):
-            calls = [terms.call for terms in losses if terms.call is not None]
-            labels = [(c.loss.name, tuple(c.y_true.shape)) for c in calls]
-            advise(
-                "The losses and the sizes of their labels should not change "
-                f"during a training: optimizer '{step.job.name}' restarts its "
-                "averages over labels and weights. Received: losses with "
-                f"labels of shapes {labels}"
+        # The layer that computes the outputs of each loss, or None.
+        last_layers = [
+            next(
+                (
+                    layer
+                    for layer in layers
+                    for record in layer.records
+                    if terms.call is not None and record.output is not None
+                    if is_copy(before_relu(terms.call.y_pred), record.output)
+                ),
+                None,
             )
+            for terms in losses
+        ]
+        moments = Moments(step.loss, last_layers, step.job.clock < WARMUP)
+        has_moments = bool(moments.values.shape[0])
+        if has_moments:
+            with tf.init_scope():
+                size = state.length.scale_sums.read_value().shape[0]
+            if size not in (0, sum(moments.averaged_sizes)):
+                calls = [x.call for x in losses if x.call is not None]
+                labels = [(c.loss.name, tuple(c.y_true.shape)) for c in calls]
+                advise(
+                    "The losses and the sizes of their labels should not "
+                    f"change during a training: optimizer '{step.job.name}' "
+                    "restarts its averages over labels and weights. Received: "
+                    f"losses with labels of shapes {labels}"
+                )
         return Batch.of(
             step, moments if has_moments else None, advise, micro_batches
         )
@@ -171,7 +178,22 @@ class Spectral(Natural):
             state.length.scale_sums, sums[-1]
         )
         step.multiply_unit(factor)
-        return scale_outputs(layers, batch.moments.layers, deviations)
+        # Only the last layer has the unit of the labels. With s_y, the standard
+        # deviation of the labels:
+        # `output_scale = max(s_y, min(1, sqrt(inputs) rms(kernel)))`.
+        scales: dict[int, tf.Tensor] = {}
+        pairs = zip(batch.moments.layers, deviations, strict=True)
+        for last, deviation in pairs:
+            if last is not None and deviation is not None:
+                kernel = tf.convert_to_tensor(last.block.variables[0])
+                squares = tf.reduce_sum(tf.square(kernel)) / kernel.shape[-1]
+                size = tf.minimum(tf.sqrt(tf.cast(squares, tf.float64)), 1.0)
+                least = scales.get(last.position, size)
+                scales[last.position] = tf.maximum(deviation, least)
+        return [
+            dataclasses.replace(layer, output_scale=scales.get(layer.position))
+            for layer in layers
+        ]
 
     @override
     def takes_rows(self, workers: int) -> bool:

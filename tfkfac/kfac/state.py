@@ -176,9 +176,8 @@ class State(Tracked):
             # The workers that store a block count its faults.
             if group is not None:
                 finite.append((positions, is_finite))
-                rows = group.rows_of(positions)
                 is_valid = group.update(
-                    rows, totals, counts, is_accepted, decay
+                    group.rows_of(positions), totals, counts, is_accepted, decay
                 )
                 valid.append((positions, is_valid))
         count_each(
@@ -195,17 +194,12 @@ class State(Tracked):
             "the factors are not finite, their averages restart.",
         )
         counters.request_decomposition(dropped)
-        updated = counters.flags(accepted, otherwise=False)
-        updates = tf.cast(updated, tf.int64)
+        updates = tf.cast(counters.flags(accepted, otherwise=False), tf.int64)
         counters.observed.assign_add(updates)
-        any_updated = tf.minimum(tf.reduce_sum(updates), 1)
-        self.factor_updates.assign_add(any_updated)
+        self.factor_updates.assign_add(tf.minimum(tf.reduce_sum(updates), 1))
 
     def decompose(
-        self,
-        places: Sequence[int],
-        solver: Solver,
-        dampings: tf.Tensor,
+        self, places: Sequence[int], solver: Solver, dampings: tf.Tensor
     ) -> dict[int, Tensors]:
         """Decompose this worker's factors of the blocks at indices `places`."""
         parts: dict[int, Tensors] = {}
@@ -223,10 +217,7 @@ class State(Tracked):
         return parts
 
     def replace_decompositions(
-        self,
-        parts: Mapping[int, Tensors],
-        dampings: tf.Tensor,
-        due: tf.Tensor,
+        self, parts: Mapping[int, Tensors], dampings: tf.Tensor, due: tf.Tensor
     ) -> None:
         """Replace the decompositions that are due and finite."""
         counters = self.counters
@@ -266,22 +257,20 @@ class State(Tracked):
         ]
         if self.length is not None:
             entries += self.length.entries()
+        updates = Spread.REPLICATED if plan.shares_clocks else Spread.OWNED
         for i in range(len(placement.blocks)):
             if plan.observes(rank, i):
-                shared = plan.shares_clocks
-                spread = Spread.REPLICATED if shared else Spread.OWNED
-                entries.append(counters.entry("observed", i, spread))
-                entries.append(counters.entry("decomposed", i, spread))
+                entries.append(counters.entry("observed", i, updates))
+                entries.append(counters.entry("decomposed", i, updates))
             if plan.owns(rank, i):
                 entries.append(counters.entry("rejected", i, Spread.OWNED))
             if plan.preconditions(rank, i):
                 entries.append(counters.entry("failures", i, Spread.OWNED))
         for stored in (*self.groups, self.pending, *self.plain):
             entries += [] if stored is None else stored.entries()
-        optional = self.pending, self.length, *self.plain
         by_section: dict[str, list[Slots]] = defaultdict(list)
         by_section[placement.solver.section] = []
-        for slots in optional:
+        for slots in (self.pending, self.length, *self.plain):
             if slots is not None:
                 by_section[slots.section].append(slots)
 
@@ -345,8 +334,7 @@ def refill(
 
 def same_block_key(block: Block) -> Hashable:
     """Return the key by which `refill` finds the state of a block."""
-    factors = tuple(sorted(block.factors.items()))
-    return (id(block.layer), block.kind, factors)
+    return (id(block.layer), block.kind, tuple(sorted(block.factors.items())))
 
 
 @contextlib.contextmanager

@@ -195,8 +195,7 @@ def ritz_pairs(
     finite = tf.reduce_all(tf.math.is_finite(elements))
     # Give zero rows an eigenvalue above all others, to sort them last.
     bound = 1 + 4 * tf.reduce_max(tf.abs(elements))
-    full_diagonal = tf.where(kept, diagonal, bound)
-    matrix = tf.linalg.diag(full_diagonal)
+    matrix = tf.linalg.diag(tf.where(kept, diagonal, bound))
     if coupling.shape[0]:
         matrix += tf.linalg.diag(coupling, k=1) + tf.linalg.diag(coupling, k=-1)
     # Replace a non-finite matrix, for which the CPU kernel raises an error.

@@ -61,7 +61,19 @@ def polar_factors(
         else:
             factors = _polar(stacks, size, iterations)
         results.update(zip(indices, factors, strict=True))
-    return [_whole(results[i], x.shape) for i, x in enumerate(matrices)]
+    wholes = []
+    for i, matrix in enumerate(matrices):
+        # Invert `_columns`: join the blocks, without the padding of the last.
+        whole, (rows, columns) = results[i], matrix.shape[-2:]
+        width = whole.shape[-1]
+        count = math.ceil(columns / width)
+        if count > 1:
+            split = tf.reshape(whole, [-1, count, rows, width])
+            whole = tf.transpose(split, [0, 2, 1, 3])
+        if count * width > columns:
+            whole = tf.reshape(whole, [-1, rows, count * width])[..., :columns]
+        wholes.append(tf.reshape(whole, matrix.shape))
+    return wholes
 
 
 def _columns(matrix: tf.Tensor, block: int | None) -> tf.Tensor:
@@ -84,19 +96,6 @@ def _columns(matrix: tf.Tensor, block: int | None) -> tf.Tensor:
     split = tf.reshape(flat, [flat.shape[0], rows, count, width])
     split = tf.transpose(split, [0, 2, 1, 3])
     return tf.reshape(split, [flat.shape[0] * count, rows, width])
-
-
-def _whole(blocks: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
-    """Invert `_columns`: join blocks to a matrix of the given shape."""
-    *_, rows, columns = shape
-    width = blocks.shape[-1]
-    count = math.ceil(columns / width)
-    if count > 1:
-        split = tf.reshape(blocks, [-1, count, rows, width])
-        blocks = tf.transpose(split, [0, 2, 1, 3])
-    if count * width > columns:
-        blocks = tf.reshape(blocks, [-1, rows, count * width])[..., :columns]
-    return tf.reshape(blocks, shape)
 
 
 def _normalized(vectors: tf.Tensor) -> tf.Tensor:

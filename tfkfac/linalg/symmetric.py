@@ -29,8 +29,7 @@ def eigh(matrix: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     TensorFlow's CPU kernel raises for non-finite matrices, which would end
     training. Here they result in NaN, which the caller has to reject.
     """
-    sums = tf.reduce_sum(matrix, [-2, -1], keepdims=True)
-    finite = tf.math.is_finite(sums)
+    finite = tf.math.is_finite(tf.reduce_sum(matrix, [-2, -1], keepdims=True))
     identity = tf.eye(tf.shape(matrix)[-1], dtype=matrix.dtype)
     values, vectors = tf.linalg.eigh(
         tf.where(finite, symmetrize(matrix), identity)
@@ -71,8 +70,7 @@ def damped_inverse_root(
     root = _damped_cholesky(matrix, damping)
     if large is None:
         large = matrix.shape[-1] >= LARGE
-    inverse = _inverse(root, _LEVELS if large else 0)
-    return tf.linalg.matrix_transpose(inverse)
+    return tf.linalg.matrix_transpose(_inverse(root, _LEVELS if large else 0))
 
 
 def _damped_cholesky(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
@@ -199,5 +197,4 @@ def _unpack_indices(size: int) -> np.ndarray:
     """Index in the packed triangle of each element of a flattened matrix."""
     indices = np.zeros((size, size), np.int32)
     indices[np.triu_indices(size)] = np.arange(size * (size + 1) // 2)
-    upper = np.triu(indices)
-    return (upper + np.triu(indices, 1).T).reshape(-1)
+    return (np.triu(indices) + np.triu(indices, 1).T).reshape(-1)

@@ -106,11 +106,9 @@ class LossTap(ModelTap[LossBatch]):
             for w in weights
             if w.shape.rank
         )
-        self.record(
-            LossBatch(
-                terms, weightless, arguments, ordinal, value=scalar_loss(loss)
-            )
-        )
+        value = scalar_loss(loss)
+        batch = LossBatch(terms, weightless, arguments, ordinal, value=value)
+        self.record(batch)
         return loss
 
     def written(self) -> list[tf.Tensor]:
@@ -160,9 +158,8 @@ def trace_nested_calls(model: keras.Model) -> None:
         return
 
     def call(*args: Any) -> None:
-        kwargs = training_call(model, None).kwargs
         with stateless(model), tf.GradientTape():
-            model(*args, **kwargs)
+            model(*args, **training_call(model, None).kwargs)
 
     with contextlib.suppress(Exception):
         tf.function(call, autograph=False).get_concrete_function(*specs)
@@ -255,8 +252,7 @@ def loss_of_outputs(
     extra_arguments = {n: x for n, x in arguments.items() if n not in names}
     with kept_variables(tap.written()), observed_losses() as losses:
         loss = model.compute_loss(*call.args, **call.kwargs, **extra_arguments)
-    terms = read_terms(model, losses)
-    return scalar_loss(weigh(loss, terms, shares))
+    return scalar_loss(weigh(loss, read_terms(model, losses), shares))
 
 
 def scalar_loss(loss: Any) -> tf.Tensor:

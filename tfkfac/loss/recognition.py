@@ -212,10 +212,8 @@ class _Match:
         )
         # Without h, the ratio has a smaller rounding error than the slope.
         has_none = tf.abs(constant) <= 10 * _ROUNDING * ratio * nlls[-1]
-        zero = tf.zeros_like(constant)
-        return tf.where(has_none, ratio, unit), tf.where(
-            has_none, zero, constant
-        )
+        unit = tf.where(has_none, ratio, unit)
+        return unit, tf.where(has_none, tf.zeros_like(constant), constant)
 
     def _check(self, sizes: Shapes) -> tuple[Any, Any]:
         """Return u and h, or raise an error if the loss differs."""

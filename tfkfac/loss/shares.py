@@ -111,19 +111,16 @@ def _measure_single(
     total, unit = sums["count"], loss.unit
     if not loss.is_fixed:
         unit = tf.math.divide_no_nan(sums["unit"], total)
-    spread = None
-    if loss.squares is not None:
-        spread = tf.math.divide_no_nan(total, sums["squares"])
     local, ones = replicas * loss.count, tf.ones_like(total)
     scale = total if is_weighed else local
     share = tf.math.divide_no_nan(local, total)
     term_unit = unit
     if loss.summed:
         scale, unit, share = ones, unit * total, ones
-    if spread is not None:
+    if loss.squares is not None:
         # Use the effective number of terms T = (sum w)^2 / sum w^2 in
         # G = T sum c c^T: then G does not change if all weights w double.
-        scale *= tf.sqrt(spread)
+        scale *= tf.sqrt(tf.math.divide_no_nan(total, sums["squares"]))
     measure = LossMeasure(
         loss.count,
         tf.math.divide_no_nan(scale, loss.unit),

@@ -58,7 +58,7 @@ class Known(NamedTuple):
 
 
 # Likelihoods of losses, keyed by the function or the class of the loss.
-_KNOWN_LOSSES: dict[Any, Known] = {
+KNOWN_LOSSES: dict[Any, Known] = {
     keras.losses.mean_squared_error: Known(NORMAL, 2.0, True),
     keras.losses.mean_absolute_error: Known(LOCATION),
     keras.losses.huber: Known(LOCATION),
@@ -71,8 +71,8 @@ _KNOWN_LOSSES: dict[Any, Known] = {
     # In percent. The relative error has no unit, and no known likelihood.
     keras.losses.mean_absolute_percentage_error: Known(None, 100.0, True),
 }
-# Losses registered by the user, keyed like `_KNOWN_LOSSES`.
-_registered: set[Any] = set()
+# Losses registered by the user, keyed like `KNOWN_LOSSES`.
+REGISTERED: set[Any] = set()
 # Keras' losses that need a label for each output, not a class per term.
 _ELEMENTWISE = {
     keras.losses.mean_squared_error,
@@ -99,16 +99,6 @@ def check_labels(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> None:
         )
 
 
-def register_loss(loss: Any, factor: float | None, is_mean: bool) -> None:
-    """Register a loss class or function, with the fields of `Known`.
-
-    A factor of None keeps the built-in or recognized unit, else 1.
-    """
-    _registered.add(loss)
-    if factor is not None:
-        _KNOWN_LOSSES[loss] = Known(None, factor, is_mean)
-
-
 def look_up(table: Mapping[Any, T], loss: keras.losses.Loss) -> T | None:
     """Look up a loss by its class, else by the function that it wraps."""
     return table.get(type(loss), table.get(loss_function(loss)))
@@ -121,7 +111,7 @@ def has_free_scale(terms: "LossTerms") -> bool:
 
 def needs_recognition(loss: keras.losses.Loss) -> bool:
     """Return True if the loss is compared with the likelihoods."""
-    return look_up(_KNOWN_LOSSES, loss) is None and not is_of_keras(loss)
+    return look_up(KNOWN_LOSSES, loss) is None and not is_of_keras(loss)
 
 
 def recognized(losses: Sequence["LossTerms"]) -> list[tuple[str, str | None]]:
@@ -132,7 +122,7 @@ def recognized(losses: Sequence["LossTerms"]) -> list[tuple[str, str | None]]:
         if terms.call is not None
         and needs_recognition(terms.call.loss)
         and not {type(terms.call.loss), loss_function(terms.call.loss)}
-        & _registered
+        & REGISTERED
     ]
 
 
@@ -141,10 +131,9 @@ def find_likelihood(call: LossCall, reduction: Reduction) -> Likelihood:
     y_pred = call.y_pred
     if not tf.is_tensor(y_pred) or not y_pred.shape.rank:
         return UNKNOWN
-    known_loss = look_up(_KNOWN_LOSSES, call.loss)
+    known_loss = look_up(KNOWN_LOSSES, call.loss)
     if known_loss is None:
-        is_known = is_of_keras(call.loss)
-        return UNKNOWN if is_known else recognize(call)
+        return UNKNOWN if is_of_keras(call.loss) else recognize(call)
     if known_loss.likelihood == LOCATION:
         return recognize(call, LOCATION)
     features = 1.0

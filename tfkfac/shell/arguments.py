@@ -225,14 +225,13 @@ def refuse_unknown(cls: Any, arguments: Mapping[str, Value]) -> None:
     name = unknown[0]
     given = f"{name}={arguments[name]!r}"
     similar = difflib.get_close_matches(name, known, 1, 0.7)
-    inner_arguments = known_arguments(cls.inner_class or object)
     if name in ("lr", "learning_rate"):
         where = f"Pass the learning rate as `{cls.rate_argument}`."
     elif name == "decay":
         where = "Pass a schedule of `keras.optimizers.schedules` as the rate."
     elif name == "loss_scale_factor":
         where = "Wrap this optimizer in `keras.optimizers.LossScaleOptimizer`."
-    elif name in WRAPPED or name in inner_arguments:
+    elif name in WRAPPED or name in known_arguments(cls.inner_class or object):
         where = cls.wrapped_hint.format(given)
     elif similar:
         where = f"Is it `{similar[0]}`?"
@@ -262,8 +261,7 @@ class Settings:
 
     def _check(self, name: str, check: Callable[..., Any], *rules: Any) -> None:
         """Replace the field `name` by `check(name, value, *rules)`."""
-        checked = check(name, getattr(self, name), *rules)
-        object.__setattr__(self, name, checked)
+        object.__setattr__(self, name, check(name, getattr(self, name), *rules))
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""
@@ -282,33 +280,31 @@ class Settings:
 
 # ----------------------------------------------------- the inner optimizer
 def choose_inner(
-    inner_optimizer: Any,
-    default: type[keras.optimizers.Optimizer],
-    defaults: Mapping[str, Any],
-    chosen: Mapping[str, Any],
+    inner_optimizer: Any, defaults: Mapping[str, Any], chosen: Mapping[str, Any]
 ) -> Any:
     """Return the inner optimizer, or create it for None or a learning rate.
 
-    A new optimizer has the class `default`, the user's `chosen` arguments, and
-    `defaults` in place of arguments that are None.
+    A new optimizer is SGD with the user's `chosen` arguments, and `defaults` in
+    place of arguments that are None.
     """
     overrides = {name: v for name, v in chosen.items() if v is not None}
-    if inner_optimizer is None:
-        rate = overrides.get("learning_rate", defaults["learning_rate"])
-        rate = check_rate("learning_rate", rate)
-        return default(**{**defaults, **overrides, "learning_rate": rate})
-    has_rate = is_rate(inner_optimizer)
-    for name, value in overrides.items():
-        if not has_rate or name == "learning_rate":
-            raise ValueError(
-                f"Argument `{name}` must be left out with `inner_optimizer`, "
-                f"which has its own. Received: {name}={value!r} with "
-                f"inner_optimizer={inner_optimizer!r}"
-            )
-    if not has_rate:
-        return inner_optimizer
-    rate = check_rate("inner_optimizer", inner_optimizer)
-    return default(**{**defaults, **overrides, "learning_rate": rate})
+    argument = "learning_rate"
+    rate = overrides.get(argument, defaults[argument])
+    if inner_optimizer is not None:
+        argument, rate = "inner_optimizer", inner_optimizer
+        for name, value in overrides.items():
+            if not is_rate(rate) or name == "learning_rate":
+                raise ValueError(
+                    f"Argument `{name}` must be left out with "
+                    "`inner_optimizer`, which has its own. Received: "
+                    f"{name}={value!r} with inner_optimizer={rate!r}"
+                )
+        if not is_rate(rate):
+            return inner_optimizer
+    rate = check_rate(argument, rate)
+    return keras.optimizers.SGD(
+        **{**defaults, **overrides, "learning_rate": rate}
+    )
 
 
 def is_rate(value: Any) -> bool:

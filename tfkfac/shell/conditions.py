@@ -111,8 +111,7 @@ def check_conditions(
             "Argument `residuals` must be a dictionary of functions. "
             f"Received: residuals={residuals}"
         )
-    equal_names = set(points) == set(residuals)
-    if not equal_names or not set(weights) <= set(residuals):
+    if set(points) != set(residuals) or not set(weights) <= set(residuals):
         raise ValueError(
             "Arguments `points` and `weights` must have the names of "
             f"`residuals`, {list(residuals)}. Received: points of "

@@ -139,10 +139,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # Halve the scale on overflow; double it after many valid steps.
         counter = replica_variable(self.step_counter)
         grows = tf.equal(counter, self.dynamic_growth_steps - 1)
-        larger = tf.where(grows, 2 * scale, scale)
-        replica_variable(self.dynamic_scale).assign(
-            tf.where(overflowed, scale / 2, larger)
-        )
+        new_scale = tf.where(grows, 2 * scale, scale)
+        new_scale = tf.where(overflowed, scale / 2, new_scale)
+        replica_variable(self.dynamic_scale).assign(new_scale)
         zero = tf.zeros_like(counter)
         counter.assign(tf.where(overflowed | grows, zero, counter + 1))
 

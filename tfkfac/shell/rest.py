@@ -1,7 +1,6 @@
 """Rest optimizer: trains the weights that the method does not cover."""
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -119,19 +118,6 @@ def choose_rest(
     if isinstance(rate, ProportionalRate):  # from a default or a config
         rate.followed = inner
     return rest
-
-
-def follow_lengths(
-    rest_optimizer: keras.optimizers.Optimizer | None,
-    lengths: Sequence[tf.Variable],
-) -> None:
-    """Let a `LengthRate` follow r, a variable of each replica of the process.
-
-    Replicas that share a variable would wait for each other.
-    """
-    rate = rest_optimizer and rate_of(rest_optimizer)
-    if isinstance(rate, LengthRate):
-        rate.lengths = tuple(lengths)
 
 
 def default_rest_rate(inner: keras.optimizers.Optimizer) -> ProportionalRate:

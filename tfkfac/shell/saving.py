@@ -188,7 +188,6 @@ class SavedState(tf.train.experimental.PythonState):
             ]
         # The number in the name makes `load` reject another number of seeds.
         section = f"{len(seeds)} seed generators"
-        least = -math.inf
         for index, rank in enumerate(job.topology.local):
             contents = self._method.contents(rank)
             entries = [
@@ -200,7 +199,7 @@ class SavedState(tf.train.experimental.PythonState):
             for i, seed in enumerate(seeds):
                 name, state = f"state_{i}", seed[index]
                 entries.append(
-                    Entry("", name, state, section=section, least=least)
+                    Entry("", name, state, section=section, least=-math.inf)
                 )
                 resets[section] = lambda: None
             result[rank] = dataclasses.replace(
@@ -346,8 +345,7 @@ def gather_state(
             for key, shape, dtype, stacked, region in fields:
                 # Tuples are lists after a round trip through JSON.
                 region = region and Region(*map(tuple, region))
-                piece = Piece(key, tuple(shape), dtype, stacked, region)
-                restored[key] = piece
+                restored[key] = Piece(key, tuple(shape), dtype, stacked, region)
     needed = ranks_to_join(pieces)
     keys = [(rank, key) for key, ranks in needed.items() for rank in ranks]
     values: dict[tuple[int, str], np.ndarray] = {}

@@ -81,8 +81,7 @@ class EigenSolver(Solver):
     def apply_back(
         self, factors: Factors, decomposition: Tensors, matrix: tf.Tensor
     ) -> tf.Tensor:
-        gradient = MatrixGradient(matrix)
-        return self.apply(factors, decomposition, gradient).matrix
+        return self.apply(factors, decomposition, MatrixGradient(matrix)).matrix
 
     @override
     def change_root(

@@ -49,14 +49,8 @@ class RunPlan(Slots):
     def move_end(self, update: int, num_left: int, steps: int) -> None:
         """End the run in `num_left` updates; the rate at `update` stays."""
         fraction = self.remaining_fraction(tf.constant(update, tf.int64))
-        epochs = int(self.epochs.numpy())
-        self.begin(update, num_left, epochs, steps)
+        self.begin(update, num_left, int(self.epochs.numpy()), steps)
         self.scale.assign(fraction)
-
-    def end_fit(self) -> None:
-        """Forget the plan, so that the rate is the peak outside of `fit`."""
-        self.begin(0, 0)
-        self.in_fit.assign(0)
 
     @property
     def end(self) -> int | None:

@@ -75,7 +75,7 @@ class Streak:
         self.excluded = state_variable(0, "int64", "left_out")
         self._bad = state_variable(0, "int64", "gradients_not_finite")
         self._first = state_variable(0, "int64", "first_not_finite")
-        self._variables = self.length, self.excluded, self._bad, self._first
+        self.variables = self.length, self.excluded, self._bad, self._first
         # Paths of the checked gradients, from the last trace.
         self.names: tuple[str, ...] = ()
 
@@ -93,15 +93,10 @@ class Streak:
         self._bad.assign(tf.cast(tf.reduce_sum(bad), tf.int64))
         self._first.assign(tf.argmax(bad))
 
-    def to_tensor(self) -> tf.Tensor:
-        """State as a float64 vector, to send to other replicas."""
-        return tf.stack([tf.cast(v, tf.float64) for v in self._variables])
-
-    def assign(self, values: tf.Tensor, names: Sequence[str]) -> None:
-        """Assign the state of another replica, from `to_tensor`."""
+    def assign(self, values: Sequence[tf.Tensor], names: Sequence[str]) -> None:
+        """Assign the state of another replica: values of `variables`."""
         self.names = tuple(names)
-        pairs = zip(self._variables, tf.unstack(values), strict=True)
-        for variable, value in pairs:
+        for variable, value in zip(self.variables, values, strict=True):
             variable.assign(tf.cast(value, variable.dtype))
 
     def check(self, limit: int, name: str) -> int:
