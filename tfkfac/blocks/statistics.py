@@ -227,7 +227,7 @@ def _trace_key(
 def output_total(
     block: Block, records: Sequence[Record], settings: BatchSettings
 ) -> tf.Tensor:
-    """Sum `g g^T` over the calls of a layer, without scales of the settings."""
+    """Sum `g g^T` over the calls of a layer, without scales of `settings`."""
     totals = []
     for record in records:
         rows, _, examples = _rows(block, record, settings.subsample)

@@ -202,8 +202,8 @@ class Supervision(keras.callbacks.Callback):
             return
         num_left = max(self._count_updates((epochs - epoch) * steps), 1)
         if is_resumed:
-            # The batches left may not be those of the plan: with another batch
-            # size, or where Keras repeats an epoch.
+            # The number of remaining batches may differ from the plan: after a
+            # change of the batch size, or if Keras repeats an epoch.
             plan.move_end(now, num_left, steps)
         else:
             plan.begin(now, num_left, epochs, steps)

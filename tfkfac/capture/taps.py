@@ -267,7 +267,7 @@ def is_product(
     a, g = (_source(t) for t in pair)
     output = _source(gradient)
     for bias in biases:
-        # A bias is a sum over all axes but the last.
+        # The gradient of a bias is a sum over all axes but the last.
         operation = _source(bias).op
         is_sum = operation.type in ("BiasAddGrad", "Sum")
         if not is_sum or _source(operation.inputs[0]) is not output:

@@ -109,7 +109,7 @@ def _first_pod(environment: Environment) -> str | None:
 
 
 def _job_port(number: int) -> int:
-    """Return the port of worker 0 of a scheduler's job."""
+    """Return the port of worker 0, given a number derived from the job."""
     return _FIRST_JOB_PORT + number % (2**16 - _FIRST_JOB_PORT)
 
 
@@ -227,7 +227,7 @@ def find_cluster(
 def _describe(
     name: str, variables: Iterable[str], environment: Environment
 ) -> str:
-    """Return the name of a source and its variables."""
+    """Format the name of a source and the values of its variables."""
     values = ", ".join(f"{v}={environment[v]}" for v in variables)
     return f"{name} ({values})"
 
@@ -235,7 +235,7 @@ def _describe(
 def _refuse_other_launchers(
     environment: Environment, launcher: Launcher | None
 ) -> None:
-    """Raise an error if this process is not the only one of its launcher."""
+    """Raise an error if a launcher without addresses started many processes."""
     minima = dict.fromkeys(_OTHER_SIZES, 1)
     # An outer launcher may have set variables of the second table.
     if launcher is None or not launcher.size:

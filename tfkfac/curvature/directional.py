@@ -167,7 +167,7 @@ def directional_curvature(
 
 
 def _are_separate(leaves: Sequence[Any]) -> bool | tf.Tensor:
-    """True if all leading dimensions are equal, and no other is as large."""
+    """True if all first dimensions equal a size that no other dimension has."""
     shapes = [tf.TensorShape(leaf.shape) for leaf in leaves]
     if len({shape[0] for shape in shapes} - {None}) > 1:
         return False

@@ -68,7 +68,7 @@ class FOSIMethod(Method):
         self.timing = Timing(settings.warmup_steps, settings.update_interval)
         self.rate = NewtonRate(settings.alpha)
         self._geometry: Geometry | None = None
-        self._warmup_updates = -1  # of the default warm-up; -1: unknown
+        self._warmup_updates = -1  # length of the default warm-up; -1: unknown
 
     # ------------------------------------------------------------ the step
     @override

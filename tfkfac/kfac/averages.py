@@ -351,7 +351,7 @@ class Preconditioner(Group):
         return finite
 
     def stored(self, rows: Sequence[int]) -> Tensors:
-        """Return some rows by name, in a dtype that solvers accept."""
+        """Return the decompositions of some rows, in a dtype for solvers."""
         pairs = zip(self.names, self.tensors, strict=True)
         return self._readable({k: self.read(v, rows) for k, v in pairs})
 

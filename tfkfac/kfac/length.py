@@ -157,8 +157,8 @@ class SpectralLength(Slots):
     ) -> None:
         """Update rho from `D^T F D` (`form`) and `sum |Q|^2` (`square`).
 
-        Keep rho if the step is shortened (not `is_full`). Ignore a
-        form of 0: the batch has no weights, or the loss no second derivative.
+        Keep rho if the step is shortened (not `is_full`). Ignore a form of 0:
+        all sample weights are 0, or the loss has no second derivative.
         The form of a concave loss, such as Dice, is negative.
         """
         form = tf.abs(form)

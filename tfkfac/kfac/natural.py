@@ -55,7 +55,7 @@ class Natural:
     Attributes:
         title: Suffix of the title of the summary.
         summed_scalars: Number of scalars that `scalars` returns.
-        without_loss: Sentence of the warning where the loss is unknown.
+        without_loss: Sentence for the warning about an unobserved loss.
         has_product: True if `<P, W>` of row gradients is computed.
         extra_scalars: Number of scalars sent with each direction.
         dense_layer_rows: Default of `max_factor_dim` for dense layers.

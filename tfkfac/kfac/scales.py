@@ -144,7 +144,7 @@ class Batch(NamedTuple):
         names = {terms.likelihood.name for terms in loss.losses}
         if names and names <= {NORMAL, POISSON, LOCATION}:
             power = 1.0 if LOCATION in names else 0.5
-        # The property adds regularizers to a graph, where nothing uses them.
+        # `model.losses` adds regularizers to the graph; TensorFlow prunes them.
         vanishes = bool(names) and names <= {*CROSS_ENTROPIES}
         vanishes &= not job.model.losses
         vanishes &= type(job.model).compute_loss is keras.Model.compute_loss

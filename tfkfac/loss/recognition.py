@@ -173,9 +173,9 @@ class _Match:
         )
         with nonzero_variables(self._captured):
             if self._rank == 0:
-                # Only a sum doubles when each example occurs twice. The
-                # examples differ: for equal ones, a contrastive loss of n
-                # examples is log n.
+                # Duplicate each example: this doubles a sum, but not a mean.
+                # Use different examples: for n equal examples, a contrastive
+                # loss is log n.
                 pairs = [self._example(sizes, i, 1.0)[:2] for i in range(2)]
                 batch = [tf.stack(x) for x in zip(*pairs, strict=True)]
                 twice = [tf.concat([x, x], 0) for x in batch]

@@ -20,7 +20,7 @@ _SUBCLASS = "Add variables in a subclass of the inner optimizer."
 
 
 def _unavailable(name: str, way: str) -> Callable[..., NoReturn]:
-    """Create a method that raises an error, which names another way."""
+    """Create a method that raises an error; `way` names the alternative."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(

@@ -111,11 +111,11 @@ class Solver(abc.ABC):
 
         Args:
             factors: Types of the block's factors.
-            decomposition: Parts by name; bfloat16 if stored in bfloat16.
+            decomposition: Tensors by key; bfloat16 if stored in bfloat16.
             gradient: Gradient of the layer.
 
         Returns:
-            The preconditioned gradient.
+            The preconditioned gradient; with `by_roots`, `R^T` times it.
         """
 
     def apply_back(
@@ -125,7 +125,7 @@ class Solver(abc.ABC):
 
         Args:
             factors: Types of the block's factors.
-            decomposition: Parts by name; bfloat16 if stored in bfloat16.
+            decomposition: Tensors by key; bfloat16 if stored in bfloat16.
             matrix: Direction in the coordinates of the result of `apply`.
         """
         raise NotImplementedError
