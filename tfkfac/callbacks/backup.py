@@ -160,7 +160,7 @@ class ChiefBackup(
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         settings = {
-            # Of an object, for example a schedule, compare only the class: the
+            # Compare only the class of an object, such as a schedule: the
             # length of a schedule may depend on `epochs`.
             name: value.get("class")
             if name.startswith("argument ") and isinstance(value, dict)

@@ -51,7 +51,7 @@ class _Peer:
     greeting: Greeting
     description: str  # for messages
     joined_s: float  # time of its first request
-    time_s: float  # of its last request
+    time_s: float  # time of its last request
     rival: str = ""  # other process with the same index
     refused_rival: str = ""  # rival that came before the last request
     has_ended: bool = False  # True if it has received the last reply
@@ -162,7 +162,7 @@ class Coordinator:
         workers = range(1, len(self.addresses))
         if missing := [i for i in workers if i not in self._peers]:
             return missing
-        # Workers that have not called again since may have ended.
+        # Workers without a request since the last join may have ended.
         last = max(peer.joined_s for peer in self._peers.values())
         return [i for i in workers if self._peers[i].time_s <= last]
 

@@ -45,7 +45,7 @@ class Wait:
         self._start = time.monotonic()
         self._next_reminder = TIMEOUT_S
         self.cause = ""  # why worker 0 cannot be reached
-        self.dropped: list[str] = []  # by worker 0, with reasons
+        self.dropped: list[str] = []  # workers dropped by worker 0, and why
 
     def remaining(self, limit: float) -> float:
         """Return the seconds until the deadline, clipped to [0.001, limit]."""

@@ -126,7 +126,7 @@ def _reduce(
     value: Any,
     axis: int | None = None,
 ) -> Any:
-    """Reduce a per-replica value by `original`, a scalar without the axis."""
+    """Reduce a per-replica value by `original`; ignore the axis of a scalar."""
     local, *_ = strategy.experimental_local_results(value)
     is_scalar = tf.TensorShape(getattr(local, "shape", ())).rank == 0
     return original(reduce_op, value, axis=None if is_scalar else axis)

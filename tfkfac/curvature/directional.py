@@ -33,7 +33,7 @@ class LossInputs:
 
     call: ForwardCall
     arguments: dict[str, Any]  # of `compute_loss`, without `y_pred`
-    shares: Sequence[tf.Tensor]  # weight of each loss here, see `weigh`
+    shares: Sequence[tf.Tensor]  # of each loss on this replica, see `weigh`
     summed: Sequence[bool]  # for each loss, True for a sum over its terms
 
     @classmethod
@@ -171,8 +171,8 @@ def _are_separate(leaves: Sequence[Any]) -> bool | tf.Tensor:
     shapes = [tf.TensorShape(leaf.shape) for leaf in leaves]
     if len({shape[0] for shape in shapes} - {None}) > 1:
         return False
-    # With a bool, a model that needs another batch size fails when it is
-    # traced, not when it runs.
+    # Return a Python bool if possible: a model that needs another batch size
+    # then fails while it is traced, not when it runs.
     if all(shape.is_fully_defined() for shape in shapes):
         return all(shapes[0][0] not in shape[1:] for shape in shapes)
     dynamic_shapes = [tf.shape(leaf) for leaf in leaves]

@@ -255,7 +255,7 @@ class Layout:
         if self.by_rows:
             sums = (2 - early_step) * self.coefficients_bytes
             return sums + self.combine_bytes + self._reduce_bytes(_NUM_CHECKS)
-        # Also the length of the Newton step, see `Subspace.clip_outlier`.
+        # Include the Newton step's length, see `Subspace.clip_outlier`.
         checks = self._reduce_bytes(_NUM_CHECKS) + self._reduce_bytes(1)
         return (3 - early_step) * self.combine_bytes + checks
 

@@ -61,7 +61,7 @@ class FOSIMethod(Method):
     """
 
     settings: Settings
-    states: Sequence[State] = ()  # of the replicas of this process
+    states: Sequence[State] = ()  # states of the local replicas
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

@@ -232,7 +232,7 @@ class MultiRoleMethod(FOSIMethod):
         self._send_weights(state, everyone)
 
     def _schedule(self, state: RoleState) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return if an estimation begins, and the next `progress`.
+        """Return whether an estimation begins, and the next `progress`.
 
         Both are equal on all replicas.
         """
