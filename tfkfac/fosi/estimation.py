@@ -103,7 +103,7 @@ class HeldBatches:
     """Copies of the last batch of each tensor structure, for later steps."""
 
     def __init__(self) -> None:
-        # As an attribute of the accelerator, checkpoints would track the dict.
+        # Keep the dict in this object: checkpoints track the accelerator's.
         self._variables: dict[str, list[tf.Variable | None]] = {}
 
     def pairs(self, batch: Any) -> list[tuple[tf.Variable | None, Any]]:

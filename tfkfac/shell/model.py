@@ -136,7 +136,7 @@ def describe_model(model: keras.Model) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """Convert a value to JSON types, equal in all processes.
 
-    Functions, and objects without a config, become their name.
+    Functions, and objects without a config, are replaced by their names.
     """
     if value is None or isinstance(value, (bool, str)):
         return value

@@ -83,8 +83,8 @@ def restoring() -> Iterator[None]:
 def largest_rate(rate: Any, least: float) -> float | None:
     """Return the rate, or the largest one of a schedule in 10^6 updates.
 
-    Of a schedule with rates of at least `least`, return the first of them. None
-    if the rate is a function or cannot be evaluated outside of a step.
+    For a schedule, stop at the first rate of at least `least`. Return None if
+    the rate is a function or cannot be evaluated outside of a step.
     """
     largest = -math.inf
     try:

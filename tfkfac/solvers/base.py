@@ -133,7 +133,7 @@ class Solver(abc.ABC):
     def change_root(
         self, factors: Factors, old: Tensors, new: Tensors, matrix: tf.Tensor
     ) -> tf.Tensor:
-        """Convert `R^T M` from the root R in `old` to that in `new`.
+        """Convert `R^T M` from the root R in `old` to the root in `new`.
 
         For solvers `by_roots` only. Without it, the matrix is not converted.
         """
