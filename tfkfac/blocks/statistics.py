@@ -31,7 +31,7 @@ _DEFAULT_FRACTION, _MIN_EXAMPLES = 0.25, 64
 class Subsample(NamedTuple):
     """Subsample of each batch for the statistics."""
 
-    fraction: float  # of the examples, in (0, 1]
+    fraction: float  # fraction of the examples, in (0, 1]
     offset: tf.Tensor  # int64, number of earlier subsamples
     min_examples: int = 1  # if the batch has enough examples
 

@@ -39,9 +39,9 @@ from tfkfac.cluster.waiting import (
     quote,
 )
 
-_THREADS = 8  # of the server; each request takes about a millisecond
+_THREADS = 8  # server threads; each request takes about a millisecond
 _MAX_PRINTED = 20  # lines on dropped processes that were not admitted
-_END_TIMEOUT_S = 10.0  # for the last reply to each worker
+_END_TIMEOUT_S = 10.0  # time limit for the last reply to all workers
 
 
 @dataclasses.dataclass
@@ -49,7 +49,7 @@ class _Peer:
     """A process that has joined as a worker."""
 
     greeting: Greeting
-    description: str  # for messages
+    description: str  # text for messages
     joined_s: float  # time of its first request
     time_s: float  # time of its last request
     rival: str = ""  # other process with the same index

@@ -15,7 +15,7 @@ TIMEOUT_S = 5.0
 # Maximum number of workers and of dropped processes named in a message, and of
 # characters quoted from a peer.
 MAX_NAMED, _MAX_DROPPED, _MAX_QUOTE_CHARS = 10, 5, 80
-_MAX_REASON_CHARS = 10_000  # of the reason for which worker 0 refuses a worker
+_MAX_REASON_CHARS = 10_000  # length of the reason for refusing a worker
 
 
 class RefusedError(ValueError):

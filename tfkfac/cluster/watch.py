@@ -226,8 +226,8 @@ class Watch(Listener):
 
 def _diagnose(address: str) -> str:
     """Return why a worker sends no heartbeats, by connecting to its port."""
-    # The system of a suspended process accepts connections; that of an ended
-    # process refuses them, but not at once.
+    # For a suspended process, the operating system accepts connections. For an
+    # ended process it refuses connections, but not at once.
     try:
         endpoint = split_address(address)
         for _ in range(2):

@@ -32,8 +32,8 @@ class LossInputs:
     """Inputs of the loss of a mini-batch on one replica."""
 
     call: ForwardCall
-    arguments: dict[str, Any]  # of `compute_loss`, without `y_pred`
-    shares: Sequence[tf.Tensor]  # of each loss on this replica, see `weigh`
+    arguments: dict[str, Any]  # arguments of `compute_loss` except `y_pred`
+    shares: Sequence[tf.Tensor]  # local weight of each loss, see `weigh`
     summed: Sequence[bool]  # for each loss, True for a sum over its terms
 
     @classmethod

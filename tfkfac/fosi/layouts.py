@@ -21,7 +21,7 @@ class Shards:
     ) -> None:
         self.size = size
         self.count = count
-        self.length = padded(-(-size // count))  # of a slice
+        self.length = padded(-(-size // count))  # elements of a slice
         self.padded_size = self.count * self.length
 
     def local_range(self, rank: int) -> slice:

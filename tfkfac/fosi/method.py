@@ -297,7 +297,7 @@ class FOSIMethod(Method):
     def received_bytes(
         self, layout: Layout
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes received in a plain step; entries changed by an estimation."""
+        """Bytes received in a plain step; other entries with an estimation."""
         job = self.job
         weights = job.model.trainable_variables
         gradients = gradient_bytes(weights, job.topology.hint)

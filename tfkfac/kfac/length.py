@@ -34,7 +34,7 @@ train better with longer steps than rho allows. There, for all layers,
 Without a limit, steps would go on at the length f c where the predictions of
 classes are certain and the gradient vanishes, and the weights would grow until
 the loss jumps. So if all losses are cross-entropies, without penalties, added
-losses or a custom `compute_loss`, r is multiplied by
+losses, or a custom `compute_loss` or `train_step`, r is multiplied by
 
     min(1, |L - H| / (n 1e-5)),
 

@@ -337,7 +337,7 @@ class KFACMethod(Method):
 
         Owners decompose and gradient workers receive, one schedule group of
         blocks after the other. For a step that XLA compiles, the update runs
-        after the step: XLA's decompositions are many times slower.
+        after the step: XLA's own decompositions are many times slower.
         """
         if not layers:
             return tf.constant(False)

@@ -454,7 +454,7 @@ _TOLERANCE = 0.1
 def steps_between(
     interval: Hyperparameter, default: tuple[int, int, int], clock: tf.Tensor
 ) -> tf.Tensor:
-    """Return the interval; for None, that of the `default` schedule."""
+    """Return the interval; for None, the interval of the default schedule."""
     if interval.get() is not None:
         return interval.at(clock)
     first, second = _BOUNDARIES

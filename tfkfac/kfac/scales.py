@@ -152,7 +152,7 @@ class Batch(NamedTuple):
         return cls(labels, curvature, power, vanishes, moments)
 
     def accumulated(self, sums: tf.Variable) -> "Batch":
-        """Add the moments to those of earlier micro-batches; use the total."""
+        """Return a copy with moments summed over the micro-batches so far."""
         moments = self.moments
         if moments is None:
             return self
@@ -201,7 +201,7 @@ class Moments:
         self.values = tf.concat([none, *sums], 0)
 
     def accumulated(self, sums: tf.Variable) -> "Moments":
-        """Add the sums to those of earlier micro-batches; return the total."""
+        """Add these sums to the running `sums`; return the total."""
         moments = copy.copy(self)
         moments.values = _read(sums, sum(self._sizes)) + self.values
         sums.assign(moments.values)
@@ -342,8 +342,8 @@ class OutputFit(NamedTuple):
         error = tf.reduce_mean(yy - 2 * yz + zz)
         fitted = yy + alpha * (alpha * zz - 2 * yz)
         fitted += beta * (beta - 2 * y + 2 * alpha * z)
-        # The labels of one batch may be closer together than those of others:
-        # a trained model has a smaller error than outputs of 0.
+        # The labels of one batch may vary less than the labels of others: a
+        # trained model has a smaller error than outputs of 0.
         due = (error > _FAR * tf.square(deviation)) & (error > power / 2)
         due &= (error > 2 * tf.reduce_mean(fitted)) & tf.math.is_finite(error)
         offsets = tf.zeros_like(beta), beta
