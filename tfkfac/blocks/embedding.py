@@ -107,7 +107,7 @@ class ProjectionBlock(DenseBlock):
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
-        # Not with a soft cap: `rows` then needs the whole `record.output`.
+        # With a soft cap, `rows` needs the whole `record.output`.
         self.examples_first = layer.logit_soft_cap is None
 
     @staticmethod

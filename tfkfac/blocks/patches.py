@@ -117,7 +117,7 @@ class Patches:
             term = function(rows, *(tf.gather(x, row) for x in flat))
             return start + length, total + term
 
-        # One iteration after the other, which bounds the memory.
+        # Run one iteration at a time to bound the memory.
         _, total = tf.while_loop(
             lambda start, _: start < num_rows,
             add,

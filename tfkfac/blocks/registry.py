@@ -42,7 +42,7 @@ EXCLUDED = "spectral steps leave embeddings to the rest optimizer"
 class Leftover:
     """Uncovered trainable variables of a layer, and the reason.
 
-    `is_recurrent` is that of the layer's `Node`.
+    `is_recurrent` is the field of the layer's `Node`.
     """
 
     path: str
@@ -120,7 +120,7 @@ def build_registry(
     without: tuple[type[Block], ...] = (),
     dense_limit: Limit | None = None,
 ) -> Registry:
-    """Create blocks with factors up to `limit`, but no classes `without`.
+    """Create blocks with factors up to `limit`, except of classes `without`.
 
     `dense_limit` is the limit of `Dense` and `EinsumDense` layers, if it
     differs.
@@ -238,7 +238,7 @@ BLOCKS: dict[type[keras.layers.Layer], BlockTypes] = {
     keras.layers.RMSNormalization: {"": NormalizationBlock},
     keras.layers.PReLU: {"": PReLUBlock},
 }
-"""Block classes of each layer class, by the suffix of their path."""
+"""Block classes of each layer class, by the prefix of the block's path."""
 # Normalisation layers of keras-hub: RMS of the last axis, with a scale only.
 _RMS_OF_KERAS_HUB = (
     "EdRecRMSNormalization",

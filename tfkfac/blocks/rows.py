@@ -128,8 +128,7 @@ def fold_mask(mask: tf.Tensor | None, shape: tf.Tensor) -> tf.Tensor | None:
 class MatrixGradient(NamedTuple):
     """Gradients of the weights of equal layers, as dense matrices.
 
-    Plain or preconditioned; the first axis of all tensors is that of the
-    layers.
+    Plain or preconditioned; the first axis of all tensors is over the layers.
 
     Attributes:
         matrix: The gradients, `(layers, [groups,] inputs, outputs)`.

@@ -31,7 +31,7 @@ _DEFAULT_FRACTION, _MIN_EXAMPLES = 0.25, 64
 class Subsample(NamedTuple):
     """Subsample of each batch for the statistics."""
 
-    fraction: float  # of the examples, in (0, 1]
+    fraction: float  # fraction of the examples, in (0, 1]
     offset: tf.Tensor  # int64, number of earlier subsamples
     min_examples: int = 1  # if the batch has enough examples
 
@@ -183,10 +183,9 @@ def batch_statistics(
         statistics = []
         for record in records:
             key = _trace_key(block, record, settings)
-            # Inline a key that is used once: a shared function only slows
-            # tracing. For fixed sizes it gives convolutions oneDNN kernels.
-            # XLA compiles each call. Inlined calls share the choice of the
-            # examples.
+            # Inline a call whose key is unique: sharing would only slow down
+            # tracing. Exception: with fixed sizes, a shared function gives
+            # convolutions oneDNN kernels. Under XLA, sharing saves nothing.
             if key is None or in_xla() or (key.any_size and counts[key] == 1):
                 statistics.append(_sums(block, record, settings))
             else:
@@ -226,7 +225,7 @@ def _trace_key(
 def output_total(
     block: Block, records: Sequence[Record], settings: BatchSettings
 ) -> tf.Tensor:
-    """Sum `g g^T` over the calls of a layer, without scales of the settings."""
+    """Sum `g g^T` over the calls of a layer, without scales of `settings`."""
     totals = []
     for record in records:
         rows, _, examples = _rows(block, record, settings.subsample)
@@ -379,10 +378,10 @@ def records_of(
 
     The candidates are the last pass of each call, all passes, and the first
     pass (as in TensorFlow's DCGAN tutorial). The applied gradients may differ
-    by a factor, for example after clipping. The result is the first choice that
-    is equal, else the first that is parallel, else that of the smallest angle.
-    Also returns a scalar bool, False for that angle; None if each call has one
-    record.
+    by a factor, for example after clipping. The result is the first candidate
+    that is equal, else the first parallel one, else the one with the smallest
+    angle. Also returns a scalar bool, False if no candidate is equal or
+    parallel; None if each call has one record.
     """
     if all(len(records) == 1 for records in calls):
         return [records[0] for records in calls], None
@@ -396,7 +395,7 @@ def records_of(
     rows.append(tf.reshape(block.to_matrix(gradients), [1, -1]))
     matrix = tf.concat(rows, 0)
     products = tf.matmul(matrix, matrix, transpose_b=True)
-    # Dot products of the sum s of chosen gradients and the gradient g.
+    # Dot products of the applied gradient g and the sum s of each candidate.
     gram, dots, gg = products[:-1, :-1], products[:-1, -1], products[-1, -1]
     ss = tf.reduce_sum(tf.matmul(choices, gram) * choices, 1)
     sg = tf.linalg.matvec(choices, dots)

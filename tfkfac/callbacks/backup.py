@@ -29,7 +29,7 @@ from tfkfac.shell.optimizer import SecondOrderOptimizer, find_optimizer
 EXIT_CODE = 128 + signal.SIGTERM  # exit code of a shell after SIGTERM
 _SUFFIX = ".weights.h5"
 _NAME = re.compile(r"epoch-(\d+)(?:_batch-(\d+))?\.weights\.h5")
-_MISSING = "is not there"  # fault of a backup that this worker cannot see
+_MISSING = "is not there"  # reported for a file that this worker cannot see
 _POSITION_GROUP = "chief_backup"
 _SETTINGS = "settings"  # dataset of the group with compressed JSON
 _NUM_KEPT_BACKUPS = 2
@@ -160,7 +160,7 @@ class ChiefBackup(
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         settings = {
-            # Of an object, for example a schedule, compare only the class: the
+            # Compare only the class of an object, such as a schedule: the
             # length of a schedule may depend on `epochs`.
             name: value.get("class")
             if name.startswith("argument ") and isinstance(value, dict)

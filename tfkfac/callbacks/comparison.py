@@ -2,8 +2,8 @@
 
 Before training, all workers must be at the same epoch and update: a worker
 that has loaded another backup would change the result or make the job hang.
-During training the workers only exchange gradients. After a hardware error,
-one of them would continue with other weights, without any message.
+During training the workers only exchange gradients. After a hardware error, a
+worker would continue with different weights, without any message.
 """
 
 import contextlib
@@ -65,8 +65,8 @@ def common_order(
 
     The order of a `PyDataset` is defined by the user's code. Therefore compare
     the labels of the first batch (random augmentation may change the inputs)
-    and warn about a difference. Generators are not compared, because workers
-    may have different ones. Yields additional callbacks for this `fit`.
+    and warn about a difference. Generators are not compared, because they may
+    differ between workers. Yields additional callbacks for this `fit`.
     """
     topology = find_topology(strategy)
     if topology.processes == 1:

@@ -28,7 +28,7 @@ class Supervision(keras.callbacks.Callback):
       or a number of batches. A callback with a true attribute `is_collective`
       must be on all workers.
     - It records the end of each batch for `StallDetector`.
-    - It counts the steps, which ends a `fit` with too many skipped steps. At
+    - It counts the steps, and ends a `fit` with too many skipped steps. At
       the end of each epoch it collects the events of all workers, and at the
       end of `fit` it prints the events: a step compiled with XLA cannot print.
 
@@ -175,7 +175,7 @@ class Supervision(keras.callbacks.Callback):
             )
         skips = any(getattr(x, "num_skipped", 0) for x in self._callbacks)
         plan.in_fit.assign(1)
-        # Without skipped batches, an epoch of which a part is done is repeated.
+        # Without skipped batches, a partly finished epoch is repeated.
         at_position = int(plan.epoch.numpy()) + 1 == epoch + skips
         has_equal_data = int(plan.steps.numpy()) == (steps or 0)
         if is_resumed and at_position and has_equal_data:
@@ -201,8 +201,8 @@ class Supervision(keras.callbacks.Callback):
             return
         num_left = max(self._count_updates((epochs - epoch) * steps), 1)
         if is_resumed:
-            # The batches left may not be those of the plan: with another batch
-            # size, or where Keras repeats an epoch.
+            # The number of remaining batches may differ from the plan: after a
+            # change of the batch size, or if Keras repeats an epoch.
             plan.move_end(now, num_left, steps)
         else:
             plan.begin(now, num_left, epochs, steps)

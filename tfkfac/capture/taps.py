@@ -82,7 +82,7 @@ class TimedRecord(NamedTuple):
     """A record with the logical times of the call and of the gradient.
 
     `is_inner` is True if a tape recorded the backward pass. The pass
-    can then be part of a forward pass, as the derivatives in a Sobolev loss.
+    can then be part of a forward pass, like the derivatives in a Sobolev loss.
     """
 
     call_time: int
@@ -208,7 +208,7 @@ def before_first_call(
 
     def call(_: Below, /, *args: Any, **kwargs: Any) -> Any:
         try:
-            # Remove the hook after `action`, which else adds the hook again.
+            # Remove the hook after `action`, which may add the hook again.
             action()
         finally:
             forget_first_call(layer)
@@ -277,7 +277,7 @@ def is_product(
     a, g = map(_source, operation.inputs)
     output = _source(gradient)
     for bias in biases:
-        # A bias is a sum over all axes but the last.
+        # The gradient of a bias is a sum over all axes but the last.
         operation = _source(bias).op
         is_sum = operation.type in ("BiasAddGrad", "Sum")
         if not is_sum or _source(operation.inputs[0]) is not output:

@@ -39,7 +39,7 @@ class Node:
     # The `TimeDistributed` that calls the layer at each time step; its input
     # and output are recorded.
     distributor: keras.layers.TimeDistributed | None = None
-    # True if the layer or a container of it is an `RNN`, and for Keras' cells.
+    # True for an `RNN`, the layers inside of an `RNN`, and Keras' cells.
     is_recurrent: bool = False
 
     @property
@@ -80,7 +80,7 @@ def walk(
     paths: set[str] = set()
 
     def visit(parent: Node, prefix: str) -> Iterator[Node]:
-        # Why the sublayers can have no block.
+        # Reason why the sublayers can have no block, or None.
         reason_inside, loop = parent.reason, parent.distributor
         if loop is None and isinstance(parent.layer, _LOOPS):
             loop = None if distributor(parent.layer) else parent.layer

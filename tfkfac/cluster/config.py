@@ -17,7 +17,7 @@ EVALUATOR = "evaluator"  # type of a task that does not train
 _PARAMETER_SERVER = "ps"
 # 4096 addresses of at most 263 bytes fit into one message of gRPC (4 MB).
 MAX_WORKERS = 2**12
-_MAX_RECEIVED_CHARS = 1000  # of a malformed value, in an error
+_MAX_RECEIVED_CHARS = 1000  # length of a malformed value in an error
 _ADDRESS = re.compile(
     r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<host>[\w.-]{1,253}))"
     r":(?P<port>[0-9]{1,5})"

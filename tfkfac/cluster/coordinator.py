@@ -39,9 +39,9 @@ from tfkfac.cluster.waiting import (
     quote,
 )
 
-_THREADS = 8  # of the server; each request takes about a millisecond
+_THREADS = 8  # server threads; each request takes about a millisecond
 _MAX_PRINTED = 20  # lines on dropped processes that were not admitted
-_END_TIMEOUT_S = 10.0  # for the last reply to each worker
+_END_TIMEOUT_S = 10.0  # time limit for the last reply to all workers
 
 
 @dataclasses.dataclass
@@ -49,9 +49,9 @@ class _Peer:
     """A process that has joined as a worker."""
 
     greeting: Greeting
-    description: str  # for messages
+    description: str  # text for messages
     joined_s: float  # time of its first request
-    time_s: float  # of its last request
+    time_s: float  # time of its last request
     rival: str = ""  # other process with the same index
     refused_rival: str = ""  # rival that came before the last request
     has_ended: bool = False  # True if it has received the last reply
@@ -162,7 +162,7 @@ class Coordinator:
         workers = range(1, len(self.addresses))
         if missing := [i for i in workers if i not in self._peers]:
             return missing
-        # Workers that have not called again since may have ended.
+        # Workers without a request since the last join may have ended.
         last = max(peer.joined_s for peer in self._peers.values())
         return [i for i in workers if self._peers[i].time_s <= last]
 

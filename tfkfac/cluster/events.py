@@ -29,7 +29,7 @@ EXITED: Event = {"exited": True}  # the process of the sender exits normally
 LOST = "lost"  # key of an event: the indices of workers that do not answer
 _KEYS = "tfkfac events"
 _ALIVE = f"{_KEYS}/alive"  # key that worker 0 sets
-_START_LIMIT_S = 2 * HEARTBEAT_TIMEOUT_S  # until worker 0 has set it
+_START_LIMIT_S = 2 * HEARTBEAT_TIMEOUT_S  # until worker 0 has set `_ALIVE`
 _TICK_S = 0.5  # maximum interval between two calls of `Listener.on_tick`
 _RECEIVE_S = 3600.0  # limit of a wait for an event
 _EXIT_TIMEOUT_S = 2.0  # limit of each wait at the exit of the process
@@ -57,7 +57,7 @@ class EventLog:
         self._absent: set[int] = set()  # workers that have exited or are lost
         self._listeners: tuple[Listener, ...] = ()
         self._next_tick = time.monotonic()
-        self._limit_s = _START_LIMIT_S  # of an answer of worker 0
+        self._limit_s = _START_LIMIT_S  # time limit for worker 0 to answer
         self._has_exited = threading.Event()
         self._process = os.getpid()
 
@@ -93,7 +93,7 @@ class EventLog:
         """Wait for the events of the store in their order."""
         with contextlib.suppress(tf.errors.OpError):  # worker 0 is gone
             while not self._has_exited.is_set():
-                # Wait for long: TensorFlow 2.21 leaks 20 KB with each timeout.
+                # Use a long timeout: TensorFlow 2.21 leaks 20 KB per timeout.
                 text = get_text(f"{_KEYS}/{self._num_received}", _RECEIVE_S)
                 if text is not None:
                     self._num_received += 1
@@ -123,8 +123,8 @@ class EventLog:
                     else:
                         self._inbox.put((self.index, {LOST: sorted(lost)}))
                 self._next_tick = time.monotonic() + _TICK_S
-                # An abort of collectives while the interpreter ends would
-                # crash it: some seconds after another worker has exited.
+                # Do not tick while the interpreter ends: a listener could
+                # abort collectives, which would crash the interpreter.
                 if not self._has_exited.is_set():
                     for listener in self._listeners:
                         listener.on_tick()

@@ -53,7 +53,7 @@ class Launcher:
     identity: tuple[str, ...] = ()
 
     def variables(self, environment: Environment) -> dict[str, str]:
-        """Return the launcher's variables; {} if this is no process of it."""
+        """Return the launcher's variables; {} if another launcher is used."""
         names = filter(None, (self.index, self.size, *self.others))
         values = {name: environment.get(name, "") for name in names}
         # MPICH's mpirun starts one Slurm task on each node, which starts its
@@ -75,7 +75,7 @@ def _master(environment: Environment) -> str:
 
 
 def _first_host(environment: Environment) -> str | None:
-    """Return the first host of an allocation (Slurm, PBS, LSF), and a port."""
+    """Return "host:port" of an allocation's first host (Slurm, PBS or LSF)."""
     get = environment.get
     if "JSM_NAMESPACE_SIZE" in environment:
         return None  # jsrun starts no worker on the first host
@@ -92,7 +92,7 @@ def _first_host(environment: Environment) -> str | None:
 
 
 def _first_node_of_step(environment: Environment) -> str | None:
-    """Return Slurm's first node; the port follows from the job and step."""
+    """Return Slurm's first node, with a port derived from the job and step."""
     job, step = environment["SLURM_JOB_ID"], environment["SLURM_STEP_ID"]
     if not (_is_number(job) and _is_number(step)):
         return None
@@ -109,7 +109,7 @@ def _first_pod(environment: Environment) -> str | None:
 
 
 def _job_port(number: int) -> int:
-    """Return the port of worker 0 of a scheduler's job."""
+    """Return the port of worker 0, given a number derived from the job."""
     return _FIRST_JOB_PORT + number % (2**16 - _FIRST_JOB_PORT)
 
 
@@ -155,7 +155,7 @@ LAUNCHERS = (
 
 
 # Numbers of processes that other launchers set. Numbers of an allocation, such
-# as `SLURM_NTASKS`, are not among them: its script is a single process.
+# as `SLURM_NTASKS`, are excluded: the script of an allocation is one process.
 _OTHER_SIZES = (
     "AWS_BATCH_JOB_NUM_NODES",
     "DMLC_NUM_WORKER",
@@ -227,7 +227,7 @@ def find_cluster(
 def _describe(
     name: str, variables: Iterable[str], environment: Environment
 ) -> str:
-    """Return the name of a source and its variables."""
+    """Format the name of a source and the values of its variables."""
     values = ", ".join(f"{v}={environment[v]}" for v in variables)
     return f"{name} ({values})"
 
@@ -235,9 +235,9 @@ def _describe(
 def _refuse_other_launchers(
     environment: Environment, launcher: Launcher | None
 ) -> None:
-    """Raise an error if this process is not the only one of its launcher."""
+    """Raise an error if a launcher without addresses started many processes."""
     minima = dict.fromkeys(_OTHER_SIZES, 1)
-    # An outer launcher may have set variables of the second table.
+    # Skip these if a launcher gives the size: an outer one may have set them.
     if launcher is None or not launcher.size:
         minima |= dict.fromkeys((x.size for x in LAUNCHERS), 1)
         minima |= dict.fromkeys(_OTHER_INDICES, 0)

@@ -54,7 +54,7 @@ def wait_for_all(
     in [0, 2^31) that is equal on all workers; None if there is one worker.
 
     Raises:
-        TimeoutError: If a worker does not come in time.
+        TimeoutError: If a worker does not call in time.
         RefusedError: If worker 0 refuses this worker, because it has another
             cluster, job or secret, or the index of another process.
     """
@@ -98,7 +98,7 @@ class _Client:
         )
 
     def probe(self) -> str:
-        """As worker 0, return the job of another worker 0 at the port."""
+        """On worker 0, return the job of another worker 0 at the same port."""
         return escape(str(self._call().get("waiting", "")))
 
     def join(self) -> tuple[list[str], int]:
@@ -148,7 +148,7 @@ class _Client:
                 )
             reply, is_authentic = decode(answer, self._secret, WORKER_0)
         except grpc.RpcError as error:
-            # A request that the deadline cuts short has no new cause.
+            # Keep the previous cause if the request has exceeded its deadline.
             is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             cause = self._wait.cause if is_late else error.details()
             return {"unreachable": cause or "no answer"}

@@ -109,7 +109,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     ```
     """
 
-    _is_created = False  # a strategy of several workers, in this process
+    _is_created = False  # True if this process has a strategy of many workers
     # None if there is one worker.
     watch: Watch | None = None
     stopping: Stopping | None = None

@@ -15,7 +15,7 @@ TIMEOUT_S = 5.0
 # Maximum number of workers and of dropped processes named in a message, and of
 # characters quoted from a peer.
 MAX_NAMED, _MAX_DROPPED, _MAX_QUOTE_CHARS = 10, 5, 80
-_MAX_REASON_CHARS = 10_000  # of the reason for which worker 0 refuses a worker
+_MAX_REASON_CHARS = 10_000  # length of the reason for refusing a worker
 
 
 class RefusedError(ValueError):
@@ -45,7 +45,7 @@ class Wait:
         self._start = time.monotonic()
         self._next_reminder = TIMEOUT_S
         self.cause = ""  # why worker 0 cannot be reached
-        self.dropped: list[str] = []  # by worker 0, with reasons
+        self.dropped: list[str] = []  # workers dropped by worker 0, and why
 
     def remaining(self, limit: float) -> float:
         """Return the seconds until the deadline, clipped to [0.001, limit]."""

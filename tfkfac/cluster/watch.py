@@ -32,13 +32,13 @@ from tfkfac.compat.coordination import HEARTBEAT_TIMEOUT_S, abort_collectives
 
 # Time until this worker aborts its collectives after another one has failed.
 _GRACE_PERIOD_S = 0.2
-# The same before the first step of a `fit`, and after a normal exit: this
+# Grace period before the first step of a `fit`, and after a normal exit: this
 # worker may raise the same error by itself, for wrong arguments, or exit too.
 _LONG_GRACE_PERIOD_S = 3.0
 # Time for the cause of a failed collective to arrive.
 _CAUSE_TIMEOUT_S = 2 * HEARTBEAT_TIMEOUT_S + 2.0
 _PROBE_TIMEOUT_S, _PROBE_INTERVAL_S = 1.0, 0.5
-_MAX_PROBES = 2  # of workers that are lost at the same time
+_MAX_PROBES = 2  # maximum number of lost workers that are probed at once
 _MAX_CAUSE_CHARS = 2000
 _STALL_TIMEOUT_S = 60.0  # time without a step until it is reported
 # Files of Python's library in which idle threads wait; not reported.
@@ -96,8 +96,8 @@ class Watch(Listener):
             return
         self.has_started = True
         self.has_stepped = False
-        # The start comes first: another thread must not take this `fit` for
-        # ended.
+        # Set the start before the count: otherwise another thread could
+        # regard this `fit` as ended.
         self._fit_start = time.monotonic()
         self._num_fits += 1
         try:
@@ -226,8 +226,8 @@ class Watch(Listener):
 
 def _diagnose(address: str) -> str:
     """Return why a worker sends no heartbeats, by connecting to its port."""
-    # The system of a suspended process accepts connections; that of an ended
-    # process refuses them, but not at once.
+    # For a suspended process, the operating system accepts connections. For an
+    # ended process it refuses connections, but not at once.
     try:
         endpoint = split_address(address)
         for _ in range(2):

@@ -18,7 +18,7 @@ def configure(cluster: tf.train.ClusterSpec) -> None:
     """Set the timeout of the heartbeats, before the first strategy is created.
 
     This relies on the strategy configuring the service only if it is not
-    configured. The other settings are those of the strategy.
+    configured. The other settings equal the strategy's settings.
     """
     if context.context().coordination_service is not None:
         return

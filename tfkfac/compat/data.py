@@ -104,7 +104,7 @@ def _operation_types(graph: tf.Graph) -> list[str]:
 
 
 def _type_names(datasets: Sequence[tf.data.Dataset]) -> set[str]:
-    """Return the classes of datasets and the operations of their functions."""
+    """Return the names of dataset classes and of the operations they run."""
     names = {type(dataset).__name__ for dataset in datasets}
     return names.union(*map(_operation_types, _graphs(datasets)))
 

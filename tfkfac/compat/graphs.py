@@ -91,7 +91,7 @@ def repeat(
 
 
 def before_relu(tensor: tf.Tensor) -> tf.Tensor:
-    """Return the input of a relu; another tensor itself, as in eager mode."""
+    """Return the input of a relu; return other or eager tensors unchanged."""
     if isinstance(tensor, ops.EagerTensor) or tensor.op.type != "Relu":
         return tensor
     return tensor.op.inputs[0]
@@ -340,7 +340,7 @@ def kept_variables(handles: Sequence[tf.Tensor]) -> Iterator[None]:
 def nonzero_variables(captured: Sequence[tf.Tensor]) -> Iterator[None]:
     """Set captured scalar variables that are 0 to 1; restore them on exit.
 
-    A factor of a loss may grow from 0.
+    Example: a weight in a loss that grows from 0 during training.
     """
     handles = []
     for x in captured:

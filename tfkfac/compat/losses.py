@@ -81,7 +81,7 @@ class LossCall:
     y_pred: Any
     reduction: Reduction | None  # None if Keras does not reduce the values
     result: tf.Tensor
-    written: Sequence[tf.Tensor] = ()  # handles of the variables it changed
+    written: Sequence[tf.Tensor] = ()  # handles of variables the loss changed
 
 
 @contextlib.contextmanager

@@ -117,7 +117,7 @@ def override(
 
 @contextlib.contextmanager
 def overridden(instance: Any, name: str, wrapper: Wrapper) -> Iterator[None]:
-    """Context: `override` for this thread; threads may leave in any order."""
+    """Override in this thread within the context; contexts may interleave."""
     temporary = override(instance, name, wrapper, threading.get_ident())
     try:
         yield

@@ -126,7 +126,7 @@ def _reduce(
     value: Any,
     axis: int | None = None,
 ) -> Any:
-    """Reduce a per-replica value by `original`, a scalar without the axis."""
+    """Reduce a per-replica value by `original`; ignore the axis of a scalar."""
     local, *_ = strategy.experimental_local_results(value)
     is_scalar = tf.TensorShape(getattr(local, "shape", ())).rank == 0
     return original(reduce_op, value, axis=None if is_scalar else axis)
@@ -191,8 +191,8 @@ def order_by_replica(devices: Sequence[str | None]) -> None:
     deadlock: an assertion in the loss of replica 1 waits for a print of replica
     0, which waits for a sum over the replicas, which waits for replica 1. Here
     each replica but the first has a separate order. Only operations on
-    variables keep the common order. `devices` are those of the replicas of this
-    process.
+    variables keep the common order. `devices` are the devices of the local
+    replicas.
 
     This relies on `register_acd_resource_resolver`, a hook that can change the
     tensors whose users TensorFlow orders. It also relies on `MirroredStrategy`
@@ -216,7 +216,7 @@ _register = functools.cache(auto_control_deps.register_acd_resource_resolver)
 
 
 def _order_operation(operation: tf.Operation, reads: Any, writes: Any) -> bool:
-    """Order a stateful operation after those of the same replica only.
+    """Order a stateful operation after earlier operations of its replica only.
 
     Return True if `writes`, the tensors whose users TensorFlow orders, has
     changed. TensorFlow calls this resolver until the result is False.

@@ -33,8 +33,8 @@ class LossInputs:
     """Inputs of the loss of a mini-batch on one replica."""
 
     call: ForwardCall
-    arguments: dict[str, Any]  # of `compute_loss`, without `y_pred`
-    shares: Sequence[tf.Tensor]  # weight of each loss here, see `weigh`
+    arguments: dict[str, Any]  # arguments of `compute_loss` except `y_pred`
+    shares: Sequence[tf.Tensor]  # local weight of each loss, see `weigh`
     summed: Sequence[bool]  # for each loss, True for a sum over its terms
 
     @classmethod
@@ -191,12 +191,12 @@ def directional_curvature(
 
 
 def _are_separate(leaves: Sequence[Any]) -> bool | tf.Tensor:
-    """True if all leading dimensions are equal, and no other is as large."""
+    """True if all first dimensions equal a size that no other dimension has."""
     shapes = [tf.TensorShape(leaf.shape) for leaf in leaves]
     if len({shape[0] for shape in shapes} - {None}) > 1:
         return False
-    # With a bool, a model that needs another batch size fails when it is
-    # traced, not when it runs.
+    # Return a Python bool if possible: a model that needs another batch size
+    # then fails while it is traced, not when it runs.
     if all(shape.is_fully_defined() for shape in shapes):
         return all(shapes[0][0] not in shape[1:] for shape in shapes)
     dynamic_shapes = [tf.shape(leaf) for leaf in leaves]

@@ -124,7 +124,7 @@ def hessian_vector_product(
     weights, regularizers and added losses, in training mode. The call does not
     change the model's state (moving averages, random seeds, metrics). All
     vectors have the same dropout mask. Second derivatives of normalisation
-    layers are exact; those of plain TensorFlow are not.
+    layers are exact; TensorFlow's own second derivatives are not.
 
     >>> n = model.count_params()
     >>> values, vectors = tfkfac.curvature.lanczos(

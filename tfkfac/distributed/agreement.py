@@ -81,7 +81,7 @@ def first_of(differences: Sequence[str]) -> str:
 
 
 def _describe(values: Sequence[Any], sources: Sequence[str]) -> str:
-    """Format the values of all sources; omit list entries that all have."""
+    """Format the values of all sources; omit list entries common to all."""
     if all(isinstance(value, list) for value in values):
         values = [
             [entry for entry in local if any(entry not in x for x in values)]

@@ -169,7 +169,7 @@ class Communicator:
         """Wait for all members; return True, on all members, if all come.
 
         `moment` is the training position, which must be equal on all members.
-        A name of a `meeting` can be used only once.
+        Each name `meeting` can be used only once.
         """
         # Not a collective: if a member is missing, the others continue.
         key = f"{self.scope} {meeting}"

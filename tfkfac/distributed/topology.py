@@ -22,8 +22,8 @@ class Topology:
 
     replicas: int  # number of replicas
     local: tuple[int, ...]  # ranks of the replicas in this process
-    devices: tuple[str | None, ...]  # of local replicas; None: the default
-    hint: str  # for collectives: "nccl" or "ring" on GPUs, else "auto"
+    devices: tuple[str | None, ...]  # devices of local replicas; None: default
+    hint: str  # hint for collectives: "nccl" or "ring" on GPUs, else "auto"
 
     @property
     def processes(self) -> int:

@@ -16,7 +16,7 @@ from tfkfac.linalg.symmetric import pack, packed_size, unpack
 class Part:
     """Spec of one tensor of a factor or decomposition.
 
-    It multiplies gradients elementwise, like a diagonal; see `MatrixPart`.
+    The tensor multiplies gradients elementwise, see also `MatrixPart`.
 
     Attributes:
         shape: Shape of the tensor.
@@ -210,7 +210,7 @@ class Factor(abc.ABC):
     def repeated_gram(
         self, dtype: tf.DType
     ) -> Callable[[tf.Tensor], tf.Tensor]:
-        """Return `gram` for a loop; constants are computed once, here."""
+        """Return `gram` for use in a loop; compute its constants here, once."""
         return self.gram
 
     @abc.abstractmethod

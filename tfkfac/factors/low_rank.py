@@ -347,7 +347,7 @@ class Limit:
     rank: int = 64
 
     def matrix(self, size: int, stack_shape: tuple[int, ...] = ()) -> Factor:
-        """Create the factor type for one matrix, or a stack, of a size."""
+        """Create the factor type of one matrix with `size` rows, or a stack."""
         if self.exceeded(size):
             return LowRank(size, min(self.rank, size - 1), stack_shape)
         return Dense(size, stack_shape)

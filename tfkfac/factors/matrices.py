@@ -84,7 +84,7 @@ class Dense(Factor):
         value: tf.Tensor,
         damping: tf.Tensor,
     ) -> Tensors:
-        """Call `decompose(matrices, damping)` in a trace for all sizes."""
+        """Call `decompose(matrices, damping)`; all sizes share one trace."""
         large = self.size >= LARGE  # the traced function has no static sizes
         function = functools.partial(decompose, large=large)
         key = None if in_xla() else (decompose, large)

@@ -35,7 +35,7 @@ class Distribution(abc.ABC):
 
     Attributes:
         categorical: True if labels are classes. The default Fisher matrix is
-            then the empirical one. Defaults to False.
+            then empirical. Defaults to False.
     """
 
     categorical: bool = False
@@ -383,7 +383,7 @@ def output_of(
 ) -> Output | str:
     """Return the `Output` of a loss, or why its distribution is unknown.
 
-    A loss of the user's with an unknown distribution has the `fallback`.
+    A custom loss with an unknown distribution uses `fallback`.
     """
     if terms.call is None:
         return "the distribution of loss '' is not known"

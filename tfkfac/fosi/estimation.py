@@ -75,7 +75,7 @@ class Estimation:
         return tf.cast(local, self.geometry.dtype)
 
     def run(self, local: Product) -> Spectrum:
-        """Run the whole estimation for a local operator."""
+        """Run the whole estimation; `local` is this replica's operator."""
         state = self.iteration(local).run(self.draw(-1), self.geometry.steps)
         return spectrum(self.geometry, state)
 
@@ -102,7 +102,7 @@ class HeldBatches:
     """Copies of the last batch of each tensor structure, for later steps."""
 
     def __init__(self) -> None:
-        # Checkpoints would track a dict of the accelerator.
+        # Keep the dict in this object: checkpoints track the accelerator's.
         self._variables: dict[str, list[tf.Variable | None]] = {}
 
     def pairs(self, batch: Any) -> list[tuple[tf.Variable | None, Any]]:

@@ -21,7 +21,7 @@ class Shards:
     ) -> None:
         self.size = size
         self.count = count
-        self.length = padded(-(-size // count))  # of a slice
+        self.length = padded(-(-size // count))  # elements of a slice
         self.padded_size = self.count * self.length
 
     def local_range(self, rank: int) -> slice:
@@ -255,7 +255,7 @@ class Layout:
         if self.by_rows:
             sums = (2 - early_step) * self.coefficients_bytes
             return sums + self.combine_bytes + self._reduce_bytes(_NUM_CHECKS)
-        # Also the length of the Newton step, see `Subspace.clip_outlier`.
+        # Include the Newton step's length, see `Subspace.clip_outlier`.
         checks = self._reduce_bytes(_NUM_CHECKS) + self._reduce_bytes(1)
         return (3 - early_step) * self.combine_bytes + checks
 

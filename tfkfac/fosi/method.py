@@ -61,14 +61,14 @@ class FOSIMethod(Method):
     """
 
     settings: Settings
-    states: Sequence[State] = ()  # of the replicas of this process
+    states: Sequence[State] = ()  # states of the local replicas
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.timing = Timing(settings.warmup_steps, settings.update_interval)
         self.rate = NewtonRate(settings.alpha)
         self._geometry: Geometry | None = None
-        self._warmup_updates = -1  # of the default warm-up; -1: unknown
+        self._warmup_updates = -1  # length of the default warm-up; -1: unknown
 
     # ------------------------------------------------------------ the step
     @override
@@ -296,7 +296,7 @@ class FOSIMethod(Method):
     def received_bytes(
         self, layout: Layout
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes received in a plain step; entries changed by an estimation."""
+        """Bytes received in a plain step; other entries with an estimation."""
         job = self.job
         weights = job.model.trainable_variables
         gradients = gradient_bytes(weights, job.topology.hint)

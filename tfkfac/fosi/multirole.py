@@ -240,7 +240,7 @@ class MultiRoleMethod(FOSIMethod):
                 local.assign(tf.cast(value, local.dtype))
 
     def _schedule(self, state: RoleState) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return if an estimation begins, and the next `progress`.
+        """Return whether an estimation begins, and the next `progress`.
 
         Both are equal on all replicas.
         """

@@ -149,8 +149,8 @@ class SplitUpdate:
     ) -> tuple[tf.Tensor, Gradients]:
         """Split the gradient g; add `V subspace_step(V^T g)` to the weights.
 
-        Returns `c = V^T g` and `g - V c`. Without directions, or with invalid
-        ones, returns zeros and g, and does not change the weights.
+        Returns `c = V^T g` and `g - V c`. Without valid directions, returns
+        zeros and g, and does not change the weights.
         """
         step, state = self.step, self.state
         weights = step.job.model.trainable_variables

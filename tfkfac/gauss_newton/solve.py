@@ -40,13 +40,13 @@ from tfkfac.linalg.vectors import row_products
 
 
 class NormalEquations(NamedTuple):
-    """The quadratic model of the loss in one step, in one of the spaces."""
+    """Quadratic model of a step, in the space of weights or of residuals."""
 
-    matrix: tf.Tensor  # `K^T K + R`, `(n, n)`, or `K K^T`, `(m, m)`
-    right: tf.Tensor  # g, or r
-    gradient: tf.Tensor  # g
+    matrix: tf.Tensor  # weights: `K^T K + R`; residuals: `K K^T`
+    right: tf.Tensor  # right-hand side; weights: g; residuals: r
+    gradient: tf.Tensor  # g, in both spaces
     scale: tf.Tensor  # mean diagonal of `K^T K + R`, the unit of the damping
-    rows: tf.Tensor | None = None  # K; None in the space of weights
+    rows: tf.Tensor | None = None  # K; None for the space of weights
 
     @classmethod
     def of_residuals(cls, rows: tf.Tensor, residuals: tf.Tensor) -> Self:

@@ -89,8 +89,8 @@ def active_groups(
 def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
     """Return the blocks that have gradients and records in this step.
 
-    Exclude blocks that do not support what their layer did in this step. Count
-    gradients that match no recorded backward pass.
+    Exclude blocks that do not support the calls of their layer in this step.
+    Count gradients that match no recorded backward pass.
     """
     key_of = functools.partial(variable_key, step.job.inner_optimizer)
     pairs = zip(step.variables, step.gradients, strict=True)

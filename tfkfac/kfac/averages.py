@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Group(Slots):
-    """State of blocks with equal factors, as stacks: row i is of block i.
+    """State of blocks with equal factors, as stacks: row i is block i's.
 
     Args:
         name: Name of the state.
@@ -198,7 +198,7 @@ class FactorAverages(Group):
         """Add accepted statistics to the averages M of some rows.
 
         Averages that are not finite restart from the statistics. Products with
-        0 are 0, also of NaN.
+        0 are 0, even for NaN.
 
         Args:
             rows: The rows.
@@ -272,13 +272,13 @@ class Preconditioner(Group):
 
     The momenta are `M_t = mu M_{t-1} + W_t` with `M_0 = 0`. `momentum` holds
     `mu R_A^T M R_G`, a sum of `R_A^T W R_G`: for few rows W is not computed.
-    The roots are needed to read it, so files contain both in one section.
+    Only the roots give it a meaning, so files store both in one section.
 
     Args:
         members: The blocks, by position among all blocks.
         solver: The solver.
         is_stored: True on gradient workers. Other workers store nothing.
-        dtype: Dtype of the decompositions; None for that of the blocks.
+        dtype: Dtype of the decompositions; None for the blocks' dtype.
         has_momenta: True for spectral steps.
 
     Attributes:
@@ -328,8 +328,8 @@ class Preconditioner(Group):
     ) -> tf.Tensor:
         """Replace decompositions that are due and finite.
 
-        The momenta are then whitened by the new roots. Return a bool per row,
-        True if it is finite.
+        Convert the momenta to the new roots. Return a bool per row, True if
+        its new decomposition is finite.
         """
         damping = self.per_matrix(damping)
         combined = self.solver.combine(parts, damping)
@@ -350,7 +350,7 @@ class Preconditioner(Group):
         return finite
 
     def stored(self, rows: Sequence[int]) -> Tensors:
-        """Return some rows by name, in a dtype that solvers accept."""
+        """Return the decompositions of some rows, in a dtype for solvers."""
         pairs = zip(self.names, self.tensors, strict=True)
         return self._readable({k: self.read(v, rows) for k, v in pairs})
 
@@ -410,7 +410,7 @@ def extents_shape(shape: Sequence[int]) -> tuple[int, ...]:
 def add_momentum(
     momentum: tf.Tensor, new: tf.Tensor, decay: float
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the new momenta, reset on overflow, and `new` plus these."""
+    """Return the momenta, reset on overflow, and `new` plus the momenta."""
     total = momentum + new
     finite = tf.cast(rows_finite([total]), total.dtype)
     # Reset on overflow: `multiply_no_nan(NaN, 0) = 0`.
@@ -423,9 +423,9 @@ def plain_matrices(
 ) -> list[tuple[str, keras.Variable]]:
     """Return the layer path and the variable of each uncovered matrix.
 
-    Embedding tables, by the layer's name, are left out: an example uses only
-    some of their rows. So are layers in a `tf.cond`, which may not run in a
-    step.
+    Exclude embedding tables, recognised by the layer's name: an example uses
+    only some of their rows. Exclude layers in a `tf.cond`, which may not run
+    in a step.
     """
     return [
         (leftover.path, variable)

@@ -7,8 +7,8 @@ are multiplied by the learning rate s and by
     kappa = max(0.07 c, min(0.6 sqrt(c (L - H)), 0.45 c sqrt(n) sigma)),
     c = min(1, sqrt(400 / T)),
 
-where T is the number of updates of the run (those so far if it is unknown), L
-the negative log-likelihood of a term of the loss in nats, H its least value for
+where T is the number of updates of the run (so far, if it is unknown), L the
+negative log-likelihood of a term of the loss in nats, H the minimum of L for
 the targets (the entropy of soft or binary targets), and n the number of labels
 of a term. Losses with a free scale are in the unit of `scales.py`; sigma is the
 size of their residuals over the standard deviation of the labels, at least 1:
@@ -33,13 +33,12 @@ train better with longer steps than rho allows. There, for all layers,
 
 Without a limit, steps would go on at the length f c where the predictions of
 classes are certain and the gradient vanishes, and the weights would grow until
-the loss jumps. So if all losses are cross-entropies, and there are no penalties
-and no loss of the model's own, r is multiplied by
+the loss jumps. So if all losses are cross-entropies, without penalties, added
+losses, or a custom `compute_loss` or `train_step`, r is multiplied by
 
     min(1, |L - H| / (n 1e-5)),
 
-also in the decay of the weights, and a step that this shortens does not change
-rho.
+also in the weight decay. A step that this factor shortens does not change rho.
 """
 
 from collections.abc import Callable
@@ -129,7 +128,7 @@ class SpectralLength(Slots):
             share = tf.abs(excess) / (labels * _CERTAIN)
             share = tf.where(share < 1, share, 1)  # also if it is NaN
         is_full = share >= 1
-        # `curvature` contains collectives, so `due` depends on no data.
+        # `curvature` has collectives, so `due` must be equal on all replicas.
         when(due, lambda: self._update_ratio(curvature(), square, is_full))
         # Use 0 if the loss is not finite; the gradients may still be finite.
         excess = tf.where(tf.math.is_finite(excess), tf.maximum(excess, 0), 0)
@@ -138,7 +137,7 @@ class SpectralLength(Slots):
         loss_bound = _PER_ROOT_OF_LOSS * tf.sqrt(excess * c)
         label_bound = _PER_ROOT_OF_LABELS * c * tf.sqrt(labels)
         if power is not None:
-            # In nats, a residual of s_y has 1/2 (squared errors) or about 1.
+            # A residual of s_y is 1/2 nat (squared errors) or about 1 nat.
             sigma = tf.pow(excess / labels / power, power)
             label_bound *= tf.maximum(sigma, 1.0)
         kappa = tf.minimum(loss_bound, label_bound)
@@ -157,8 +156,8 @@ class SpectralLength(Slots):
     ) -> None:
         """Update rho from `D^T F D` (`form`) and `sum |Q|^2` (`square`).
 
-        Keep rho if the step is shortened (not `is_full`). Ignore a
-        form of 0: the batch has no weights, or the loss no second derivative.
+        Keep rho if the step is shortened (not `is_full`). Ignore a form of 0:
+        all sample weights are 0, or the loss has no second derivative.
         The form of a concave loss, such as Dice, is negative.
         """
         form = tf.abs(form)

@@ -94,7 +94,7 @@ class KFACMethod(Method):
         """Run one step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
         state = self.job.local_state(self.states)
         layers = active_blocks(step, state)
-        # Under XLA matrices: the choice at run time would compile both forms.
+        # Use matrices with XLA: a choice at run time would compile both forms.
         by_rows = self.placement.takes_rows and state.pending is None
         by_rows = by_rows and not in_xla()
         if by_rows and self._rule.takes_rows(step.group.size):
@@ -337,8 +337,8 @@ class KFACMethod(Method):
         """Recompute inverses that are due by group or requested by block.
 
         Owners decompose and gradient workers receive, one schedule group of
-        blocks after the other. Of a step that XLA compiles, this runs after
-        the step, with TensorFlow's decompositions: XLA's are many times slower.
+        blocks after the other. For a step that XLA compiles, the update runs
+        after the step: XLA's own decompositions are many times slower.
         """
         if not layers:
             return tf.constant(False)

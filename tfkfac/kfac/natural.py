@@ -31,7 +31,7 @@ from tfkfac.kfac.state import State
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
 
-# Embedding blocks: no spectral steps, no hint at the scale of the inputs.
+# Embedding blocks have no spectral steps and no hint on the scale of inputs.
 TABLES = (EmbeddingBlock, PositionEmbeddingBlock)
 MOST_ROWS = 640  # default of `max_factor_dim`
 
@@ -55,7 +55,7 @@ class Natural:
     Attributes:
         title: Suffix of the title of the summary.
         summed_scalars: Number of scalars that `scalars` returns.
-        without_loss: Sentence of the warning where the loss is unknown.
+        without_loss: Sentence for the warning about an unobserved loss.
         has_product: True if `<P, W>` of row gradients is computed.
         extra_scalars: Number of scalars sent with each direction.
         dense_layer_rows: Default of `max_factor_dim` for dense layers.
@@ -186,7 +186,7 @@ class Natural:
     ) -> Gradients:
         """Return the gradients for the inner optimizer.
 
-        `sums` are those of `rescale`.
+        `sums` are the same sums as in `rescale`.
         """
         optimizer, report = step.job.inner_optimizer, state.report
         gradients, rate = step.gradients, optimizer.learning_rate
@@ -281,7 +281,7 @@ def hint_at_inputs(
 ) -> tf.Tensor:
     """Print a hint if the inputs of the first layer are large; return if so.
 
-    They allow only short steps in all layers.
+    Large inputs allow only short steps in all layers.
     """
     # `order` is largest for the first layer, where the backward pass ends.
     first = max(layers, key=lambda layer: max(r.order for r in layer.records))

@@ -66,14 +66,15 @@ class KFAC(SecondOrderOptimizer):
     Factors, damping and clip are in units of the negative log-likelihood of a
     term of the loss (an example, token or pixel, whatever Keras' mean is over):
     they do not depend on the batch size, and a mean, a sum and any multiple of
-    one loss make the same steps. With several losses, number of terms and unit
-    are those of the one with the largest unit, its weight included. Spectral
-    steps do not depend on the unit of the targets of squared errors and other
-    losses of residuals, or on a factor of all class or sample weights either.
+    one loss make the same steps. With several losses, the number of terms and
+    the unit are taken from the loss with the largest unit times loss weight.
+    Spectral steps do not depend on the unit of the targets of squared errors
+    and other losses of residuals, nor on a factor of all class or sample
+    weights.
 
-    Weights without a block (see `summary`) have an optimizer of their own, the
-    rest optimizer; when these are most of a model, a warning says so. Layer
-    classes of your own get a block by `tfkfac.register_block`.
+    The rest optimizer trains uncovered weights, see `summary`. A warning says
+    if most weights are uncovered. Register a block for a custom layer class by
+    `tfkfac.register_block`.
 
     >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
     >>> model.fit(x, y, epochs=10)
@@ -103,11 +104,11 @@ class KFAC(SecondOrderOptimizer):
             without a block, which `summary` lists. "inner" leaves them to the
             inner optimizer, as the papers do; spectral steps do not allow it.
             None is Adam. With spectral steps its learning rate is
-            `min(r, 0.1)` times theirs, where r is "clip_factor" of
-            `last_step`. With natural-gradient steps it is 0.001 beside a
-            constant rate, 0.01 times the schedule of an SGD, or equal to the
-            schedule of another inner optimizer, and follows its changes. None
-            and a name take over `use_ema`, `ema_momentum` and
+            `min(r, 0.1)` times `learning_rate`, where r is "clip_factor" of
+            `last_step`. With natural-gradient steps it is 0.001 for a constant
+            inner rate, 0.01 times the schedule of an SGD, or equal to the
+            schedule of another inner optimizer, and follows later changes. None
+            and a name use `use_ema`, `ema_momentum` and
             `ema_overwrite_frequency` of the inner optimizer. Defaults to None.
         weight_decay: Decoupled weight decay, at least 0, in the units of Muon
             and AdamW: with spectral steps `w -= weight_decay * r * s * w`,
@@ -116,20 +117,20 @@ class KFAC(SecondOrderOptimizer):
             the default `rest_optimizer`, `w -= rate * weight_decay * w`, with
             the rate of the optimizer that trains them. Biases, norm scales and
             offsets do not decay, nor do weights that
-            `exclude_from_weight_decay` names. Another `rest_optimizer` has a
-            decay and exclusions of its own.
-            Leave it out with an `inner_optimizer` that has its own. None is
-            no decay. Defaults to None.
+            `exclude_from_weight_decay` names. Another `rest_optimizer` keeps
+            the decay and exclusions that it was created with. Must be None if
+            the `inner_optimizer` has a weight decay. None is no decay.
+            Defaults to None.
         step: "natural" preconditions the gradient, limits its length by
             `kl_clip` and passes it to the inner optimizer. "spectral"
             orthogonalises the momentum in the metric of the factors. None is
             "natural" if `inner_optimizer`, `learning_rate` or `kl_clip` is
-            given (0.02 too), else "spectral". Defaults to None.
+            given (even as 0.02), else "spectral". Defaults to None.
         damping: Tikhonov damping of the Fisher matrix. A number or a
             `keras.optimizers.schedules.LearningRateSchedule`. Defaults to
             0.01.
         kl_clip: Largest squared length of a step in the Fisher metric, as a
-            number or a schedule; None switches it off. Without effect on
+            number or a schedule; None for no limit. Without effect on
             spectral steps, whose length has a formula. Defaults to 0.02.
         fisher: Gradients from which the factors G are computed, where the loss
             is computed by `model.compute_loss`, as `fit` does. "monte_carlo":
@@ -158,12 +159,12 @@ class KFAC(SecondOrderOptimizer):
         factor_update_interval: Steps between updates of the factors: an
             integer or a schedule. None is every step at first, every 5 from
             step 20, every 20 from step 100.
-        inverse_update_interval: The same for the decompositions. None is 5
-            at first, 20 from step 20, 100 from step 100. Each is updated once
-            per interval: all together in a small model, in up to four groups
-            over the interval in a large model, so that no step takes much
-            longer than the others. The first decompositions are computed as
-            soon as there are factors.
+        inverse_update_interval: Steps between updates of a decomposition. None
+            is 5 at first, 20 from step 20, 100 from step 100. A small model
+            updates all decompositions in one step. A large model has up to
+            four groups that are updated in different steps, so that no step
+            takes much longer than the others. The first decompositions are
+            computed as soon as there are factors.
         factor_decay: Weight of the old factors in the running average, in
             [0, 1). Defaults to 0.95.
         factor_batch_fraction: Fraction of the examples of a batch in a factor
@@ -174,17 +175,17 @@ class KFAC(SecondOrderOptimizer):
             statistics are summed: smaller batches are used completely. A
             number has no such minimum.
         weight_sharing: "expand" or "reduce": approximation for weights used at
-            several positions (Eschenhagen et al., 2023). "average"
-            is DP-KFAC as printed (eq. 13), the mean over the positions of the
-            gradients too, where "reduce" has their sum: with S positions G is
-            S^2 times smaller than the Fisher matrix', and `damping` weighs
-            that much more. Defaults to "expand".
+            several positions (Eschenhagen et al., 2023). "average" is DP-KFAC
+            as printed (eq. 13): the mean of the gradients over the positions,
+            where "reduce" has the sum. With S positions, G is then smaller by
+            the factor S^2, and `damping` has S^2 times the effect. Defaults to
+            "expand".
         max_factor_dim: Maximum number of rows of a factor that is kept as a
             dense matrix: its memory grows with the square of the width, the
-            work of its decomposition with the cube. Of a wider factor the
-            product with 64 fixed columns is kept, averaged and sent:
-            Nystroem's approximation, whose decomposition acts on the leading
-            directions, and as a multiple of the identity on all others.
+            work of its decomposition with the cube. For a wider factor only
+            the product with 64 fixed columns is stored, averaged and sent. Its
+            Nystroem approximation has the leading directions, and a multiple
+            of the identity for all others.
             `summary` shows the share of the trace in the leading directions.
             "auto" is 640, but 127 for `Dense` and `EinsumDense` layers in
             spectral steps. None is no limit. Defaults to "auto".
@@ -391,9 +392,9 @@ class KFAC(SecondOrderOptimizer):
         Returns:
             For each layer path the arrays "A" and "G" that this process keeps,
             on all of its replicas; zeros before the first update. A diagonal
-            factor is a vector; a factor with more than `max_factor_dim` rows
-            is its approximation as a dense matrix. Factors that a block does
-            not have are omitted.
+            factor is a vector. For a factor with more than `max_factor_dim`
+            rows, the array is the approximation as a dense matrix. Factors
+            that a block does not have are omitted.
 
         Raises:
             ValueError: If the optimizer has not been built by a first step.
@@ -423,12 +424,12 @@ class KFAC(SecondOrderOptimizer):
         Known before training, for a built model.
 
         Returns:
-            For a "plain" step, a step that also updates the "factor"s and one
-            that also updates all "inverse"s, the bytes of "gradients",
-            "factors", "decompositions" and "preconditioned_gradients". Two
-            more numbers for each dense layer that is preconditioned by its
-            rows, what synchronised layers add up for sampled labels, and sums
-            over labels and weights of spectral steps are not counted.
+            For a "plain" step, a "factor" step (also updates the factors) and
+            an "inverse" step (also updates all decompositions), the bytes of
+            "gradients", "factors", "decompositions" and
+            "preconditioned_gradients". Not counted: two scalars per dense layer
+            preconditioned by its rows, sums of synchronised layers for sampled
+            labels, and sums over labels and weights in spectral steps.
         """
         return super().communication_bytes()
 

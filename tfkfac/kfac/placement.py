@@ -101,7 +101,7 @@ class BlockCost:
 
 
 class Loads:
-    """Costs per worker: sums over the layers that a plan assigns to each."""
+    """Cost of each worker: sum over the layers that a plan assigns to it."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -262,7 +262,7 @@ class Exchange:
         `parts` are this worker's decompositions, `layers` all layers to send in
         this step. Returns the decompositions that this worker needs.
         """
-        # In equal order on all workers.
+        # All workers must list the items in the same order.
         items: list[Item] = []
         specs: dict[tuple[int, str], Part] = {}
         for i in sorted(layers):
@@ -294,8 +294,8 @@ class Exchange:
     def stages(self, layers: Mapping[int, T]) -> list[list[T]]:
         """Group layers into stages that overlap communication and computation.
 
-        If no worker needs another's decompositions, the gradients of a stage
-        are sent while the next stage is decomposed (DP-KFAC, section 5).
+        If workers exchange no decompositions, the gradients of a stage are
+        sent while the next stage is decomposed (DP-KFAC, section 5).
         Otherwise there is a single stage.
         """
         stages: list[set[int]] = []
@@ -466,7 +466,7 @@ _TOLERANCE = 0.1
 def steps_between(
     interval: Hyperparameter, default: tuple[int, int, int], clock: tf.Tensor
 ) -> tf.Tensor:
-    """Return the interval; for None, that of the `default` schedule."""
+    """Return the interval; for None, the interval of the default schedule."""
     if interval.get() is not None:
         return interval.at(clock)
     first, second = _BOUNDARIES
@@ -494,9 +494,9 @@ def assign_groups(
         sums: list[Counter[int]] = [Counter() for _ in range(count)]
         # The length of a group: the operations of its busiest worker.
         lengths, groups = [0] * count, [0] * len(work)
-        # Starting with the largest block, choose a group that a block does not
-        # lengthen, else the group that is then the shortest. For one worker
-        # this is longest processing time first.
+        # From the largest block on, choose a group that the block does not
+        # lengthen, else the group that is the shortest with the block. With
+        # one worker this is longest processing time first.
         for block in sorted(range(len(work)), key=lambda b: (-sizes[b], b)):
             lengthened = [
                 max(length, *(loads[w] + n for w, n in work[block].items()))

@@ -23,7 +23,7 @@ _NUM_NAMED = 3
 def coverage_warning(registry: Registry, job: Job, rule: Natural) -> str | None:
     """Warning about uncovered weights, or None.
 
-    Given if most weights or a large one are uncovered.
+    Warn if most weights, or a single large weight, are uncovered.
     Layers that arguments or the step rule exclude, and matrices that the step
     rule trains itself, do not count.
     """

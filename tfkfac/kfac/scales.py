@@ -71,7 +71,7 @@ class Batch(NamedTuple):
     power: float | None
     """Exponent of sigma; None for sigma = 1."""
     vanishes: bool
-    """True if Keras computes the loss, of cross-entropies without penalties."""
+    """True if the loss is Keras' sum of cross-entropies without penalties."""
     moments: "Moments | None"
     """Sums from which the unit of the loss follows; None for a constant."""
 
@@ -139,7 +139,7 @@ class Batch(NamedTuple):
         names = {terms.likelihood.name for terms in loss.losses}
         if names and names <= {NORMAL, POISSON, LOCATION}:
             power = 1.0 if LOCATION in names else 0.5
-        # The property adds regularizers to a graph, where nothing uses them.
+        # `model.losses` adds regularizers to the graph; TensorFlow prunes them.
         vanishes = bool(names) and names <= {*CROSS_ENTROPIES}
         vanishes &= not job.model.losses
         vanishes &= type(job.model).compute_loss is keras.Model.compute_loss
@@ -147,7 +147,7 @@ class Batch(NamedTuple):
         return cls(labels, curvature, power, vanishes, moments)
 
     def accumulated(self, sums: tf.Variable) -> "Batch":
-        """Add the moments to those of earlier micro-batches; use the total."""
+        """Return a copy with moments summed over the micro-batches so far."""
         if self.moments is None:
             return self
         return self._replace(moments=self.moments.accumulated(sums))
@@ -189,14 +189,14 @@ class Moments:
         fits = [None if fit is None else fit.sums for fit in self._fits]
         sums = [none if x is None else x for x in (*weights, *labels, *fits)]
         self._sizes = [int(x.shape[0]) for x in sums]
-        # Averages of weights have room also in batches without weights.
+        # Reserve elements for the mean weight even if the batch has no weights.
         count = len(loss.losses)
         self.averaged_sizes = [2] * count + self._sizes[count : 2 * count]
         self._decays = [_WEIGHT_DECAY] * count + [_LABEL_DECAY] * count
         self.values = tf.concat([none, *sums], 0)
 
     def accumulated(self, sums: tf.Variable) -> "Moments":
-        """Add the sums to those of earlier micro-batches; return the total."""
+        """Add these sums to the running `sums`; return the total."""
         moments = copy.copy(self)
         moments.values = _read(sums, sum(self._sizes)) + self.values
         sums.assign(moments.values)
@@ -251,7 +251,7 @@ class Moments:
 
 
 def _read(sums: tf.Variable, size: int) -> tf.Tensor:
-    """Read sums of a size; zeros if the stored size differs."""
+    """Read `size` running sums; zeros if their stored number differs."""
     with tf.init_scope():
         # XLA would compile a second time if the first step set the size.
         if sums.read_value().shape != [size]:
@@ -268,9 +268,9 @@ class OutputFit(NamedTuple):
     of the initial weights. If their mean square error is more than `4 s_y^2`,
     half of the mean square of the labels, and twice the error of
     `alpha z + beta`, one of the first 10 steps sets the kernel and the bias of
-    the last layer to the latter outputs, for any learning rate, and changes no
-    other weight. `alpha z` has at most the standard deviation s_y, and beta is
-    the mean error. Eight rows of labels are needed.
+    the last layer so that its outputs are `alpha z + beta`. It does so for any
+    learning rate, and changes no other weight. `alpha z` has at most the
+    standard deviation s_y; beta is the mean error. Needs 8 rows of labels.
     """
 
     layer: ActiveBlock
@@ -311,7 +311,7 @@ class OutputFit(NamedTuple):
             products = tf.math.multiply_no_nan(tf.stack(factors), w)
             return tf.reshape(tf.reduce_sum(products, 1), [-1])
 
-        # All workers add up the sums, also zeros: no collective in a branch.
+        # Sum on all workers, even zeros: workers must run the same collectives.
         zeros = tf.zeros([6 * columns], tf.float64)
         return cls(layer, tf.cond(is_early, sums, lambda: zeros))
 
@@ -330,8 +330,8 @@ class OutputFit(NamedTuple):
         error = tf.reduce_mean(yy - 2 * yz + zz)
         fitted = yy + alpha * (alpha * zz - 2 * yz)
         fitted += beta * (beta - 2 * y + 2 * alpha * z)
-        # The labels of one batch may be closer together than those of others:
-        # a trained model has a smaller error than outputs of 0.
+        # The labels of one batch may vary less than the labels of others: a
+        # trained model has a smaller error than outputs of 0.
         due = (error > _FAR * tf.square(deviation)) & (error > power / 2)
         due &= (error > 2 * tf.reduce_mean(fitted)) & tf.math.is_finite(error)
         offsets = tf.zeros_like(beta), beta
@@ -381,7 +381,7 @@ def _label_weights(
 ) -> tf.Tensor:
     """Return the weights of labels or outputs, `(rows, columns)`.
 
-    The weight is 0 for labels that a loss of the user's ignores.
+    The weight is 0 for labels that a custom loss ignores.
     """
     assert terms.call is not None and terms.call.reduction is not None
     shape = tf.shape(labels)

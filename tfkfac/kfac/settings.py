@@ -21,7 +21,7 @@ from tfkfac.shell.rest import INNER, LengthRate, choose_rest, default_rest_rate
 from tfkfac.shell.small_rates import RATE
 from tfkfac.training.fit_decay import FitDecay
 
-# Default learning rate of natural-gradient steps, whose length is clipped.
+# Default of `kl_clip`, the upper bound of a step's squared Fisher length.
 DEFAULT_KL_CLIP = 0.02
 STEPS = ("natural", "spectral")
 AUTO = "auto"  # default of `max_factor_dim`

@@ -348,7 +348,7 @@ def fit_outputs(gradients: Gradients, step: Step, state: State) -> Gradients:
 def orthogonalize(
     groups: Sequence[ActiveGroup], step: Step, mu: float
 ) -> tuple[list[Sequence[LayerGradient]], list[Sequence[tf.Tensor] | None]]:
-    """Return W of all groups; D and `|Q|^2` of those that are stored here."""
+    """Return W of all groups; D and `|Q|^2` of groups stored on this worker."""
     by_rows = [group for group in groups if group.has_rows]
     dense = [group for group in groups if not group.has_rows]
     rows = [scale_rows(group, step) for group in by_rows]

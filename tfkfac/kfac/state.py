@@ -44,7 +44,7 @@ FAULTS = {
 
 
 S = TypeVar("S", FactorAverages, Preconditioner, "Counters")
-# Bools of blocks: their positions, and a vector.
+# Flags of blocks: pairs of the blocks' positions and a vector of bools.
 Flags = Sequence[tuple[Sequence[int], tf.Tensor]]
 
 
@@ -102,7 +102,7 @@ class State(Tracked):
                 members, plan.owns(rank, next(iter(members)))
             ),
         )
-        # Equal on all workers: other stacks have other rounding errors.
+        # Group equally on all workers: rounding errors depend on the stacks.
         groups = partition(
             blocks, lambda i: plan.layers[i].gradient_workers, limit
         )
@@ -366,7 +366,7 @@ class Counters(Slots):
 
     Attributes:
         observed: Factor updates.
-        decomposed: Inverse updates, including failed ones; 0 requests one.
+        decomposed: Inverse updates, including failures; 0 requests an update.
         unexplained: Gradients that match no recorded backward pass.
         rejected: Statistics that were not finite.
         dropped: Averages that were not finite.

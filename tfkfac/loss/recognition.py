@@ -110,7 +110,7 @@ def recognize(call: LossCall, name: str | None = None) -> Likelihood:
 
 
 class _Cache(dict[Any, "_Match | Likelihood"]):
-    """Results by shapes, which copies of a loss do not share."""
+    """Results by shapes; copies of a loss do not share the cache."""
 
     def __reduce__(self) -> Any:
         return _Cache, ()
@@ -131,7 +131,7 @@ def _are_classes(shapes: Shapes) -> bool | None:
 
 # ------------------------------------------------------------ the comparison
 class _Match:
-    """A loss and a likelihood that it may be a multiple of, for examples."""
+    """Comparison of a loss with a likelihood on synthetic examples."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _Match:
                 outputs = in_place_of(z, activation(z), logits)
             try:
                 return tf.convert_to_tensor(loss.call(labels, outputs))
-            except Exception as error:  # code of the user's: any error
+            except Exception as error:  # user code may raise any error
                 raise ValueError("The loss rejects the example") from error
 
         self.name, self._dtype = name, tf.as_dtype(loss.dtype)
@@ -173,9 +173,9 @@ class _Match:
         )
         with nonzero_variables(self._captured):
             if self._rank == 0:
-                # Only a sum doubles when each example occurs twice. The
-                # examples differ: for equal ones, a contrastive loss of n
-                # examples is log n.
+                # Duplicate each example: this doubles a sum, but not a mean.
+                # Use different examples: for n equal examples, a contrastive
+                # loss is log n.
                 pairs = [self._example(sizes, i, 1.0)[:2] for i in range(2)]
                 batch = [tf.stack(x) for x in zip(*pairs, strict=True)]
                 twice = [tf.concat([x, x], 0) for x in batch]
@@ -210,7 +210,7 @@ class _Match:
         ratio = tf.math.divide_no_nan(
             tf.reduce_sum(losses), tf.reduce_sum(nlls)
         )
-        # Without h, the ratio has a smaller rounding error than the slope.
+        # For h = 0 use the ratio: its rounding error is below the slope's.
         has_none = tf.abs(constant) <= 10 * _ROUNDING * ratio * nlls[-1]
         unit = tf.where(has_none, ratio, unit)
         return unit, tf.where(has_none, tf.zeros_like(constant), constant)
@@ -301,7 +301,7 @@ class _Match:
 
     def _terms(self, sizes: Shapes) -> tf.Tensor:
         """Return the number of terms of an example, float64."""
-        # A scalar is the loss of predictions, vectors on the last axis.
+        # For a scalar loss, each vector on the last axis is one term.
         axes = self._rank - 1 if self._rank else -1
         return _product(sizes.outputs[:axes])
 

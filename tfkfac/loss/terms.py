@@ -208,8 +208,8 @@ def read_terms(
         unit = tf.abs(_float64(weight)) * _float64(likelihood.unit)
         count, squares = _count(call, reduction, likelihood)
         if is_scalar and not summed:
-            # Unlike Keras' reduction, the loss divides by no number of
-            # replicas.
+            # Unlike Keras' reduction, this loss is not divided by the number
+            # of replicas.
             unit *= tf.distribute.get_strategy().num_replicas_in_sync
         result.append(
             LossTerms(

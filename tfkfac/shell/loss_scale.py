@@ -27,8 +27,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     If the gradients of one replica overflow, the Keras class skips the step on
     that replica only, and training hangs. This class skips the same steps on
-    all replicas, and all have the same scale. On one device, both classes
-    work; under the policy "mixed_float16" Keras adds its own.
+    all replicas, with the same scale on all replicas. On one device, both
+    classes work; under the policy "mixed_float16" Keras adds its own class.
 
     A step skipped by an overflow counts in `skipped_steps` and towards
     `max_skipped_steps`.

@@ -82,10 +82,10 @@ def check_settings(
 
 
 def check_float8(variables: Sequence[keras.Variable], is_known: bool) -> None:
-    """Refuse the scales of layers in float8, unless they are known to be right.
+    """Refuse layers in float8 unless their scales are handled (`is_known`).
 
-    Keras replaces these variables by their gradients, which must not be
-    averaged, scaled or changed.
+    Keras replaces the scales by their gradients, which must not be averaged,
+    scaled or changed.
     """
     scales = [
         variable.path
@@ -136,7 +136,7 @@ def describe_model(model: keras.Model) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """Convert a value to JSON types, equal in all processes.
 
-    Functions, and objects without a config, become their name.
+    Functions, and objects without a config, are replaced by their names.
     """
     if value is None or isinstance(value, (bool, str)):
         return value

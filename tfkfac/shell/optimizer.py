@@ -407,9 +407,8 @@ class SecondOrderOptimizer(ScheduledOptimizer):
     def save_own_variables(self, store: Any) -> None:
         """Write the whole state: curvature, inner and rest optimizer.
 
-        Into a file of a model Keras writes the inner and the rest optimizer
-        itself. On several workers, call `gather_state` before, or save on all
-        workers.
+        In a model file, Keras itself saves the inner and the rest optimizer.
+        On several workers, call `gather_state` before, or save on all workers.
 
         >>> store = {}
         >>> optimizer.save_own_variables(store)

@@ -20,7 +20,7 @@ _SUBCLASS = "Add variables in a subclass of the inner optimizer."
 
 
 def _unavailable(name: str, way: str) -> Callable[..., NoReturn]:
-    """Create a method that raises an error, which names another way."""
+    """Create a method that raises an error; `way` names the alternative."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
@@ -76,7 +76,7 @@ class ScheduledOptimizer(KerasOptimizer):
     @property
     def has_decay(self) -> bool:
         """True if a learning rate is a `FitDecay` that no set rate ends."""
-        # The set rate is that of the inner optimizer.
+        # `set_rate` ends only the decay of the inner optimizer.
         is_set = float(self.plan.set_rate.numpy()) >= 0
         optimizers = self._optimizers[1:] if is_set else self._optimizers
         return any(isinstance(rate_of(x), FitDecay) for x in optimizers)
@@ -84,7 +84,7 @@ class ScheduledOptimizer(KerasOptimizer):
     def bind_schedules(self) -> None:
         """Replace each `FitDecay` by a copy that follows this optimizer's plan.
 
-        A copy, because several optimizers may have been given one schedule.
+        Copy, because several optimizers may share one schedule object.
         """
         for optimizer in self._optimizers:
             rate = rate_of(optimizer)

@@ -17,7 +17,7 @@ INNER = "inner"
 _AVERAGES = "use_ema", "ema_momentum", "ema_overwrite_frequency"
 # Default learning rates of SGD with preconditioned gradients, and of Adam.
 _SGD_RATE, _ADAM_RATE = 0.1, 0.001
-# r of spectral steps if a model has no directions.
+# Default of r, the factor of spectral steps, for a model without directions.
 LENGTH = 0.01
 
 

@@ -38,8 +38,8 @@ from tfkfac.shell.method import Method
 from tfkfac.training.fit_decay import RunPlan
 from tfkfac.training.job import Job
 
-# Section of the inner and the rest optimizer. Files of models do not have it:
-# Keras saves these optimizers itself.
+# Section of the inner and the rest optimizer. Model files lack this section:
+# Keras itself saves the variables of these optimizers there.
 WRAPPED_SECTION = "wrapped optimizers"
 # Seconds to wait until all workers save.
 PATIENCE = 30

@@ -12,10 +12,10 @@ from keras.optimizers.schedules import LearningRateSchedule
 
 RATE = 0.1  # default peak of natural-gradient steps
 _restoring = contextvars.ContextVar("restoring", default=False)
-# Rates below 0.03 times the default peaks, in float32, cause a warning.
+# Minimum peak rate without a warning: 0.03 times the default peak, by `step`.
 _LEAST = {"natural": 0.003, "spectral": 0.03}
 _ROUNDING = 1 - 1e-6
-# Updates at which a schedule is evaluated: each 1.4 times the one before.
+# Updates at which a schedule is evaluated; each is 1.4 times the previous.
 _SAMPLES = [0, *(int(2 ** (i / 2)) for i in range(41))]
 _MEANING = {
     "natural": "Rates of natural-gradient steps are about 100 times Adam's",
@@ -83,8 +83,8 @@ def restoring() -> Iterator[None]:
 def largest_rate(rate: Any, least: float) -> float | None:
     """Return the rate, or the largest one of a schedule in 10^6 updates.
 
-    Of a schedule with rates of at least `least`, return the first of them. None
-    if the rate is a function or cannot be evaluated outside of a step.
+    For a schedule, stop at the first rate of at least `least`. Return None if
+    the rate is a function or cannot be evaluated outside of a step.
     """
     largest = -math.inf
     try:

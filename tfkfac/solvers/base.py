@@ -111,11 +111,11 @@ class Solver(abc.ABC):
 
         Args:
             factors: Types of the block's factors.
-            decomposition: Parts by name; bfloat16 if stored in bfloat16.
+            decomposition: Tensors by key; bfloat16 if stored in bfloat16.
             gradient: Gradient of the layer.
 
         Returns:
-            The preconditioned gradient.
+            The preconditioned gradient; with `by_roots`, `R^T` times it.
         """
 
     def apply_back(
@@ -125,7 +125,7 @@ class Solver(abc.ABC):
 
         Args:
             factors: Types of the block's factors.
-            decomposition: Parts by name; bfloat16 if stored in bfloat16.
+            decomposition: Tensors by key; bfloat16 if stored in bfloat16.
             matrix: Direction in the coordinates of the result of `apply`.
         """
         raise NotImplementedError
@@ -133,7 +133,7 @@ class Solver(abc.ABC):
     def change_root(
         self, factors: Factors, old: Tensors, new: Tensors, matrix: tf.Tensor
     ) -> tf.Tensor:
-        """Convert `R^T M` from the root R in `old` to that in `new`.
+        """Convert `R^T M` from the root R in `old` to the root in `new`.
 
         For solvers `by_roots` only. Without it, the matrix is not converted.
         """

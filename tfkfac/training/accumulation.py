@@ -19,7 +19,7 @@ PENDING = "pending"
 class Accumulation(Slots):
     """Sums of the gradients of one replica's micro-batches.
 
-    The result equals that of one large batch: the gradient of the mean over all
+    The result equals the gradient of one large batch: of the mean over all
     terms, or of the sum for a summed loss.
     """
 

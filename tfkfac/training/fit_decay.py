@@ -59,7 +59,7 @@ class RunPlan(Slots):
         return int(self.start.numpy()) + length if length else None
 
     def count_updates(self, update: tf.Tensor) -> tf.Tensor:
-        """Return the number of updates of the run; those so far if unknown."""
+        """Return the length of the run; the updates so far if it is unknown."""
         num_done = tf.cast(update, tf.int64) - self.start + 1
         is_known = self._is_used() & (self.length > 0)
         # A moved run has done the fraction `1 - scale` before its start.

@@ -26,7 +26,7 @@ from tfkfac.training.guards import Streak, count_each, count_empty_batches
 from tfkfac.training.job import Job
 
 Gradients = list[tf.Tensor | None]
-# Changes `factor w + offset` of weights: (due, factor, offset) by index.
+# Increments `factor w + offset` of weights w: (due, factor, offset) by index.
 Changes = dict[int, tuple[tf.Tensor, tf.Tensor, tf.Tensor]]
 
 
@@ -58,7 +58,7 @@ class Step:
     finite: tf.Tensor = dataclasses.field(init=False)
     # Factor by which `multiply_unit` changed the unit.
     unit_factor: tf.Tensor | None = dataclasses.field(init=False, default=None)
-    # Changes of weights that replace the step if due.
+    # Increments of weights that replace the step if due.
     output_changes: Changes = dataclasses.field(
         init=False, default_factory=dict
     )
@@ -72,7 +72,7 @@ class Step:
         self._dropped: list[int] = []
 
     def among(self, members: tuple[int, ...]) -> "Step":
-        """Return the step for a subgroup that contains this replica."""
+        """Return a copy of the step for a subgroup with this replica."""
         return dataclasses.replace(self, group=self.group.among(members))
 
     @property
