@@ -61,9 +61,7 @@ def unexplained(loss: Any, *units: tuple[float, float]) -> list[float]:
 @pytest.mark.parametrize("loss", ["mse", "huber"])
 def test_targets_may_have_any_unit(loss: str) -> None:
     """The training is that of standardised targets."""
-    units = [(1.0, 0.0), (1e-3, 0.0), (1e5, 2e5)]
-    if loss == "mse":
-        units.append((10.0, 290.0))
+    units = [(1.0, 0.0), (1e-3, 0.0), (1e5, 29e5)]
     want, *shares = unexplained(loss, *units)
     assert want < 0.04
     for (scale, offset), got in zip(units[1:], shares, strict=True):
@@ -99,7 +97,7 @@ def trained(
     loss: Any,
     *units: Unit,
     penalty: float = 0.0,
-    epochs: int = 2,
+    epochs: int = 1,
     **options: Any,
 ) -> list[list[Array]]:
     """Weights after some steps in float64, for each unit of the targets.
@@ -117,7 +115,7 @@ def trained(
         if "accumulate" in options:
             steps = options.pop("accumulate")
             options["gradient_accumulation_steps"] = steps
-        model.compile(tfkfac.KFAC(**options), loss)
+        model.compile(tfkfac.KFAC(**options), loss, run_eagerly=True)
     *first, kernel, bias = model.get_weights()
     restart, results = restart_of(model), []
     for b, a, factor in units:
@@ -147,7 +145,8 @@ def own(y: Any, p: Any) -> Any:
 WAYS: dict[str, tuple[Any, list[float | None], dict[str, Any]]] = {
     "absolute": ("mae", [None] * 2, {"solver": "eigen", "fisher": "empirical"}),
     "scalar": (own, [1.0, 1e-4], {}),
-    "micro-batches": ("mse", [1.0, 1e-4, 1e4], {"accumulate": 3}),
+    "micro-batches":
+        ("mse", [1.0, 1e-4, 1e4], {"accumulate": 3, "epochs": 2}),
 }
 
 
@@ -167,12 +166,12 @@ def test_outputs_follow_the_targets(way: str) -> None:
 
 def test_losses_times_and_plus_a_constant() -> None:
     """For two units of the targets."""
-    units: list[Unit] = [(2.0, 1.0, None), (2e4, 3e4, None)]
+    unit: Unit = 2e4, 3e4, None
     total = keras.losses.MeanSquaredError(reduction="sum", dtype="float64")
     with floats("float64"):
-        want, *others = trained("mse", *units)
-        others += trained(total, *units, penalty=10.0)
-        others += trained(lambda y, p: 300 * own(y, p) + 10.0, *units)
+        (want,) = trained("mse", (2.0, 1.0, None))
+        others = trained(total, unit, penalty=10.0)
+        others += trained(lambda y, p: 300 * own(y, p) + 10.0, unit)
     for got in others:
         assert_equal(got, want)
 
@@ -224,7 +223,7 @@ def test_labels_that_a_loss_ignores() -> None:
         restart()
         labels = np.where(missing[:, None], np.float32(number), y)
         weights = np.where(missing & (number == 0), 0.0, 1.0)
-        model.fit(X, labels, 40, 12, 0, sample_weight=weights)
+        model.fit(X, labels, 40, 8, 0, sample_weight=weights)
         error = (model.predict(X, verbose=0) - y)[~missing]
         errors.append(float(np.mean(error**2) / np.var(y)))
     assert max(errors) < 0.1
@@ -253,8 +252,13 @@ def test_two_losses_of_one_layer() -> None:
     hidden, last = layers.Dense(8, "tanh"), layers.Dense(SIGNAL.shape[1])
     outputs = [last(hidden(x)), last(hidden(-x))]
     model = keras.Model(x, outputs)
-    model.compile(tfkfac.KFAC(), ["mse", "mse"], loss_weights=[1.0, 1e-3])
+    model.compile(
+        tfkfac.KFAC(),
+        ["mse", "mse"],
+        loss_weights=[1.0, 1e-3],
+        run_eagerly=True,
+    )
     y = [SIGNAL, SIGNAL + 100]
     before, *_ = model.evaluate(X, y, verbose=0)
-    model.fit(X, y, batch_size=40, epochs=3, verbose=0)
+    model.fit(X, y, batch_size=40, verbose=0)
     assert model.evaluate(X, y, verbose=0)[0] < before
