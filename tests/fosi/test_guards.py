@@ -177,8 +177,8 @@ def test_the_step_is_the_inner_optimizers(capfd: Any) -> None:
     x, y = data()
     model, twin = mlp(), mlp()
     optimizer = small(SGD(0.1, 0.9), update_interval=100)
-    model.compile(optimizer, loss(), run_eagerly=True)
-    twin.compile(SGD(0.1, 0.9), loss(), run_eagerly=True)
+    model.compile(optimizer, loss())
+    twin.compile(SGD(0.1, 0.9), loss())
     twin.optimizer.build(twin.trainable_variables)
     for _ in range(3):
         model.train_on_batch(x, y)

@@ -69,7 +69,7 @@ def test_steps_are_the_inner_optimizers(make: Any, options: Any) -> None:
         model, objective, optimizer = make()
         if wrap:
             optimizer = small(optimizer, num_smallest=1, **options)
-        model.compile(optimizer, objective, run_eagerly=True)
+        model.compile(optimizer, objective, run_eagerly=make is averaging)
         paths.append(fit(model, x, y.astype("float32"), 7))
         paths.append([np.array(v) for v in model.optimizer.variables])
     np.testing.assert_array_equal(paths[2], paths[0])
@@ -83,8 +83,7 @@ def test_accumulation(double: None) -> None:
     """The gradient is the mean over batches; the Hessian is of the first."""
     x, y = data(2 * ROWS)
     model = mlp()
-    inner = SGD(0.1, 0.9, gradient_accumulation_steps=2)
-    model.compile(fosi(inner), loss(), run_eagerly=True)
+    model.compile(fosi(SGD(0.1, 0.9, gradient_accumulation_steps=2)), loss())
     got = fit(model, x, y, 8)
     whole, first = Network(x, y), Network(x[:ROWS], y[:ROWS])
     program = Fosi(sgd(0.1, 0.9))
@@ -101,7 +100,7 @@ def test_averages_and_constraints(double: None) -> None:
     x, y = data()
     model = mlp(kernel_constraint=constraints.NonNeg())
     inner = SGD(0.1, use_ema=True, ema_momentum=0.75, ema_overwrite_frequency=4)
-    model.compile(fosi(inner), loss(), run_eagerly=True)
+    model.compile(fosi(inner), loss())
     start = flat(model)
     average = np.zeros_like(start)
     begin = (FEATURES + 1) * HIDDEN

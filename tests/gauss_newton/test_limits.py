@@ -213,11 +213,11 @@ class Steps(keras.Sequential):
         return {"loss": loss}
 
 
-def compiled_steps(case: str, eager: bool = False, **options: Any) -> Any:
+def compiled_steps(case: str, **options: Any) -> Any:
     keras.utils.set_random_seed(0)
     network = Steps([keras.Input((3,)), layers.Dense(1)])
     network.case = case
-    network.compile(tfkfac.GaussNewton(**options), "mse", run_eagerly=eager)
+    network.compile(tfkfac.GaussNewton(**options), "mse")
     return network
 
 
@@ -231,7 +231,7 @@ def compiled_steps(case: str, eager: bool = False, **options: Any) -> Any:
     ],
 )
 def test_error_for_another_gradient(case: str, solve: str) -> None:
-    network = compiled_steps(case, case != "two losses", solve=solve)
+    network = compiled_steps(case, solve=solve)
     before = network.get_weights()
     with pytest.raises(ValueError, match="`grads` of `apply` must be the"):
         network.fit(X, Y, verbose=0)
@@ -243,10 +243,10 @@ def test_own_training_step() -> None:
 
     A new optimizer compares the gradients again.
     """
-    network = compiled_steps("", eager=True)
+    network = compiled_steps("")
     network.fit(X, Y, epochs=10, verbose=0)
     minimum = network.get_weights()
-    network.compile(tfkfac.GaussNewton(), "mse", run_eagerly=True)
+    network.compile(tfkfac.GaussNewton(), "mse")
     network.fit(X, Y, verbose=0)
     for got, want in zip(network.get_weights(), minimum, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4)

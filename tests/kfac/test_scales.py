@@ -52,7 +52,7 @@ def unexplained(loss: Any, *units: tuple[float, float]) -> list[float]:
     for scale, offset in units:
         restart()
         y = (offset + scale * SIGNAL).astype("float32")
-        model.fit(x, y, batch_size=40, epochs=12, verbose=0)
+        model.fit(x, y, batch_size=40, epochs=8, verbose=0)
         error = model.predict(X, verbose=0).astype(float) - y
         shares.append(float(np.mean(error**2) / np.mean(np.var(y, 0))))
     return shares
@@ -145,8 +145,7 @@ def own(y: Any, p: Any) -> Any:
 WAYS: dict[str, tuple[Any, list[float | None], dict[str, Any]]] = {
     "absolute": ("mae", [None] * 2, {"solver": "eigen", "fisher": "empirical"}),
     "scalar": (own, [1.0, 1e-4], {}),
-    "micro-batches":
-        ("mse", [1.0, 1e-4, 1e4], {"accumulate": 3, "epochs": 2}),
+    "micro-batches": ("mse", [1.0, 1e4], {"accumulate": 3, "epochs": 2}),
 }
 
 
@@ -252,13 +251,8 @@ def test_two_losses_of_one_layer() -> None:
     hidden, last = layers.Dense(8, "tanh"), layers.Dense(SIGNAL.shape[1])
     outputs = [last(hidden(x)), last(hidden(-x))]
     model = keras.Model(x, outputs)
-    model.compile(
-        tfkfac.KFAC(),
-        ["mse", "mse"],
-        loss_weights=[1.0, 1e-3],
-        run_eagerly=True,
-    )
+    model.compile(tfkfac.KFAC(), ["mse", "mse"], loss_weights=[1.0, 1e-3])
     y = [SIGNAL, SIGNAL + 100]
     before, *_ = model.evaluate(X, y, verbose=0)
-    model.fit(X, y, batch_size=40, verbose=0)
+    model.fit(X, y, batch_size=40, epochs=3, verbose=0)
     assert model.evaluate(X, y, verbose=0)[0] < before
