@@ -379,9 +379,7 @@ def test_gauss_newton_with_an_unknown_loss() -> None:
     """GaussNewton warns of an unknown loss and still decreases it."""
     model = linear()
     model.compile(
-        tfkfac.GaussNewton(),
-        lambda y, p: root(y, p) + root(y, 0.9 * p),
-        run_eagerly=True,
+        tfkfac.GaussNewton(), lambda y, p: root(y, p) + root(y, 0.9 * p)
     )
     x, y = X[:8], REAL[:8]
     with pytest.warns(UserWarning, match="no known likelihood"):
