@@ -126,7 +126,7 @@ def test_sum_over_patches(geometry: Any) -> None:
 
     unknown = tf.TensorSpec([None, None, None, CHANNELS], tf.float64)
     functions = [gram]
-    if strides == (3, 1) or each_channel:
+    if strides == (3, 1) or (each_channel and image == (2, 3)):
         functions.append(tf.function(gram, input_signature=[unknown]))
     for function in functions:
         total, count = function(tf.constant(x))

@@ -7,6 +7,7 @@ from unittest import mock
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import tfkfac
@@ -52,13 +53,18 @@ def kfac(inner: Any = None, **options: Any) -> Any:
 
 
 def train(model: Any, in_pieces: bool) -> Any:
-    x, y = data()
-    for step in range(STEPS):
-        begin = step * ROWS
-        for size in SIZES if in_pieces else (ROWS,):
-            rows = slice(begin, begin + size)
-            model.train_on_batch(x[rows], y[rows])
-            begin += size
+    sizes = (SIZES if in_pieces else (ROWS,)) * STEPS
+    ends = np.cumsum(sizes)[:-1]
+    batches = zip(*(np.split(array, ends) for array in data()), strict=True)
+    # A single trace for all sizes, where there is a graph.
+    specs = [tf.TensorSpec([None, n], "float64") for n in (5, 2)]
+    model.fit(
+        tf.data.Dataset.from_generator(
+            lambda: batches, output_signature=tuple(specs)
+        ),
+        steps_per_epoch=len(sizes),
+        verbose=0,
+    )
     return model
 
 
