@@ -126,11 +126,7 @@ SMALLER = "Try a smaller one, KFAC(kl_clip=0.005), or a larger damping"
     ],
 )
 def test_clip_hint(
-    rate: float,
-    targets: float,
-    hint: str | None,
-    capfd: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    rate: float, targets: float, hint: Any, capfd: Any, monkeypatch: Any
 ) -> None:
     """The hint is given once, after 20 steps, with the cause."""
     if hint is None:  # five steps suffice to see no hint
