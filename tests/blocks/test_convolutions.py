@@ -1,6 +1,5 @@
 """A of convolutions: slices of patches and their memory, and correlations."""
 
-import subprocess
 import sys
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from keras import layers
 
 from tests.support.harness import FACTOR_RTOL, assert_close
 from tests.support.layers import LAYERS, views_of
+from tests.support.programs import Program
 from tests.support.reference import append_one, patches
 from tfkfac.blocks import Record
 from tfkfac.blocks import patches as library_patches
@@ -67,8 +67,6 @@ def test_batches_and_images_of_any_size(
 
 
 MEMORY = """
-import os
-os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", OMP_NUM_THREADS="1")
 import keras, tensorflow as tf
 from tfkfac.blocks import Record
 from tfkfac.blocks.conv import ConvBlock
@@ -91,8 +89,9 @@ print(peak() - start)
 
 def test_peak_memory() -> None:
     """30 MB; with all patches at once it is 230 MB."""
-    output = subprocess.check_output([sys.executable, "-c", MEMORY], text=True)
-    assert int(output.split()[-1]) < 90_000
+    with Program([sys.executable, "-c", MEMORY]) as program:
+        assert program.end() == 0
+    assert int(program.text().split()[-1]) < 90_000
 
 
 # ------------------------------------------------------------- A by correlation
@@ -127,7 +126,7 @@ def test_sum_over_patches(geometry: Any) -> None:
 
     unknown = tf.TensorSpec([None, None, None, CHANNELS], tf.float64)
     functions = [gram]
-    if strides == (3, 1) or each_channel:
+    if strides == (3, 1) or (each_channel and image == (2, 3)):
         functions.append(tf.function(gram, input_signature=[unknown]))
     for function in functions:
         total, count = function(tf.constant(x))

@@ -62,6 +62,7 @@ def test_unused_records_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         records.append(weakref.ref(self))
 
     monkeypatch.setattr(Record, "__init__", initialize)
+    gc.freeze()  # so that garbage of other tests is not collected here
     model = compiled_mlp(eager=True)
 
     def count_records() -> int:

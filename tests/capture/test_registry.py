@@ -155,7 +155,7 @@ def test_uncovered_layers_have_a_reason(
     shape = getattr(model, "input_shape", (None, FEATURES))[1:]
     x = rng.normal(size=(8, *shape))
     target = rng.normal(size=model(x).shape)
-    for _ in range(2):
+    for _ in range(2 if "lora" in names else 1):
         model.train_on_batch(x, target)
     for variable, value in zip(model.trainable_variables, before, strict=True):
         assert not np.array_equal(variable.numpy(), value), variable.path

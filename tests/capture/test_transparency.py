@@ -36,7 +36,7 @@ def test_compile_changes_nothing_of_the_model() -> None:
     config = model.get_config()
     names = [v.path for v in model.weights]
     want = model.predict(X, verbose=0)
-    model.compile(tfkfac.KFAC(step="natural"), loss())
+    model.compile(tfkfac.KFAC(step="natural"), loss(), run_eagerly=True)
     assert model.get_config() == config
     np.testing.assert_array_equal(model.predict(X, verbose=0), want)
     model.train_on_batch(X, Y)

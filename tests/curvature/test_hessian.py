@@ -61,6 +61,7 @@ def test_oracle() -> None:
 # ----------------------------------------------------------------------- forms
 def test_forms() -> None:
     """All forms of vectors; the model is garbage collected afterwards."""
+    gc.freeze()  # so that garbage of other tests is not collected here
     model, x, y = ready()
     columns = noise(weight_count(model), 3)
     products = hessian_vector_product(model, x, y, columns)

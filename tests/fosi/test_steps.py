@@ -221,7 +221,7 @@ def test_directions(double: None) -> None:
     x, y = rng.normal(size=(ROWS, FEATURES)), rng.normal(size=(ROWS, 2))
     model = Subclassed()
     optimizer = small(SGD(0.0), alpha=0.0, warmup_steps=0, lanczos_steps=18)
-    model.compile(optimizer, "mse")
+    model.compile(optimizer, "mse", run_eagerly=True)
     model.train_on_batch(x, y)
     (directions,) = (
         v for k, v in saved_curvature(optimizer).items() if "directions" in k

@@ -313,7 +313,7 @@ def test_losses_of_a_tensor_returned_twice() -> None:
     model = keras.Model(x, {"c": y, "b": y, "a": y})
     mse, weights = {"c": "mse", "b": "mse"}, {"c": 1.0, "b": 3.0}
     optimizer = tfkfac.GaussNewton(1e-6, momentum=0.0)
-    model.compile(optimizer, mse, loss_weights=weights)
+    model.compile(optimizer, mse, loss_weights=weights, run_eagerly=True)
     labels = {"b": VALUES, "c": 1 - VALUES, "a": VALUES}
     model.fit(POINTS, labels, len(POINTS), 3, verbose=0)
     matrix = np.c_[POINTS, np.ones(len(POINTS))]
@@ -327,17 +327,18 @@ def test_freezing_a_layer(compiled_again: bool, tmp_path: pathlib.Path) -> None:
     """The next step starts from zero; a saved model continues."""
     first, last = layers.Dense(3, "tanh"), layers.Dense(1)
     model = keras.Sequential([keras.Input((2,)), first, last])
-    model.compile(tfkfac.GaussNewton(), "mse", run_eagerly=not compiled_again)
+    model.compile(tfkfac.GaussNewton(), "mse", run_eagerly=True)
     model.train_on_batch(POINTS, VALUES)
     first.trainable = False
     if compiled_again:
-        model.compile(model.optimizer, "mse")
+        model.compile(model.optimizer, "mse", run_eagerly=True)
     frozen = first.get_weights()
     model.train_on_batch(POINTS, VALUES)
     assert model.optimizer.last_step["accepted"]
     np.testing.assert_equal(first.get_weights(), frozen)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
+    loaded.run_eagerly = True
     for trained in model, loaded:
         trained.train_on_batch(POINTS, VALUES)
     pairs = zip(loaded.get_weights(), model.get_weights(), strict=True)

@@ -123,7 +123,7 @@ def test_matrices_of_equal_shapes() -> None:
     y = random.normal(size=(5, 4)).astype("float32")
     a = [append_one(xs[0]), xs[1].astype("float64")]
     g = (model.predict(xs, verbose=0) - y)[:, None]
-    step = train_once(model, xs, y, damping=DAMPING, eager=False)
+    step = train_once(model, xs, y, damping=DAMPING)
     biased, plain = step.delta[:6], step.delta[6:]
     got = [np.vstack(biased[i : i + 2]) for i in (0, 2, 4)] + plain
     for i, matrix in enumerate(got):
@@ -200,7 +200,6 @@ def test_clip_follows_the_learning_rate() -> None:
         damping=DAMPING,
         kl_clip=1e-4,
         factor_decay=0.0,
-        eager=False,
     )
     assert optimizer.last_step == {}
     for rate in rates:

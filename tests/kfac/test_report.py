@@ -23,6 +23,7 @@ from tests.support.small import (
     unbuilt_sequential,
 )
 from tests.support.summaries import bind, blocks_of, leftovers_of, sequential
+from tfkfac.kfac import length, natural
 
 
 def warnings_of(action: Callable[[], Any]) -> list[str]:
@@ -125,15 +126,19 @@ SMALLER = "Try a smaller one, KFAC(kl_clip=0.005), or a larger damping"
     ],
 )
 def test_clip_hint(
-    rate: float, targets: float, hint: str | None, capfd: Any
+    rate: float, targets: float, hint: Any, capfd: Any, monkeypatch: Any
 ) -> None:
     """The hint is given once, after 20 steps, with the cause."""
+    if hint is None:  # five steps suffice to see no hint
+        monkeypatch.setattr(length, "HINT_STEP", 4)
+        monkeypatch.setattr(length, "MIN_CLIPPED", 3)
+        monkeypatch.setattr(natural, "MIN_CLIPPED", 3)
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2, name="d")])
     randomize(model)
     optimizer = tfkfac.KFAC(rate, damping=0.125, fisher="empirical")
     model.compile(optimizer, "mse", run_eagerly=True)
     data = tf.data.Dataset.from_tensors((X, targets * Y)).repeat()
-    model.fit(data, steps_per_epoch=19, verbose=0)
+    model.fit(data, steps_per_epoch=length.HINT_STEP - 1, verbose=0)
     assert "tfkfac" not in capfd.readouterr().err
     model.fit(data, epochs=2, steps_per_epoch=2, verbose=0)
     text = capfd.readouterr().err

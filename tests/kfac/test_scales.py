@@ -52,8 +52,8 @@ def unexplained(loss: Any, *units: tuple[float, float]) -> list[float]:
     for scale, offset in units:
         restart()
         y = (offset + scale * SIGNAL).astype("float32")
-        model.fit(x, y, batch_size=40, epochs=12, verbose=0)
-        error = model.predict(X, verbose=0).astype(float) - y
+        model.fit(x, y, batch_size=40, epochs=8, verbose=0)
+        error = np.array(model(x), float) - y
         shares.append(float(np.mean(error**2) / np.mean(np.var(y, 0))))
     return shares
 
@@ -61,9 +61,7 @@ def unexplained(loss: Any, *units: tuple[float, float]) -> list[float]:
 @pytest.mark.parametrize("loss", ["mse", "huber"])
 def test_targets_may_have_any_unit(loss: str) -> None:
     """The training is that of standardised targets."""
-    units = [(1.0, 0.0), (1e-3, 0.0), (1e5, 2e5)]
-    if loss == "mse":
-        units.append((10.0, 290.0))
+    units = [(1.0, 0.0), (1e-3, 0.0), (1e5, 29e5)]
     want, *shares = unexplained(loss, *units)
     assert want < 0.04
     for (scale, offset), got in zip(units[1:], shares, strict=True):
@@ -99,7 +97,7 @@ def trained(
     loss: Any,
     *units: Unit,
     penalty: float = 0.0,
-    epochs: int = 2,
+    epochs: int = 1,
     **options: Any,
 ) -> list[list[Array]]:
     """Weights after some steps in float64, for each unit of the targets.
@@ -117,7 +115,7 @@ def trained(
         if "accumulate" in options:
             steps = options.pop("accumulate")
             options["gradient_accumulation_steps"] = steps
-        model.compile(tfkfac.KFAC(**options), loss)
+        model.compile(tfkfac.KFAC(**options), loss, run_eagerly=True)
     *first, kernel, bias = model.get_weights()
     restart, results = restart_of(model), []
     for b, a, factor in units:
@@ -147,7 +145,7 @@ def own(y: Any, p: Any) -> Any:
 WAYS: dict[str, tuple[Any, list[float | None], dict[str, Any]]] = {
     "absolute": ("mae", [None] * 2, {"solver": "eigen", "fisher": "empirical"}),
     "scalar": (own, [1.0, 1e-4], {}),
-    "micro-batches": ("mse", [1.0, 1e-4, 1e4], {"accumulate": 3}),
+    "micro-batches": ("mse", [1.0, 1e4], {"accumulate": 3, "epochs": 2}),
 }
 
 
@@ -167,12 +165,12 @@ def test_outputs_follow_the_targets(way: str) -> None:
 
 def test_losses_times_and_plus_a_constant() -> None:
     """For two units of the targets."""
-    units: list[Unit] = [(2.0, 1.0, None), (2e4, 3e4, None)]
+    unit: Unit = 2e4, 3e4, None
     total = keras.losses.MeanSquaredError(reduction="sum", dtype="float64")
     with floats("float64"):
-        want, *others = trained("mse", *units)
-        others += trained(total, *units, penalty=10.0)
-        others += trained(lambda y, p: 300 * own(y, p) + 10.0, *units)
+        (want,) = trained("mse", (2.0, 1.0, None))
+        others = trained(total, unit, penalty=10.0)
+        others += trained(lambda y, p: 300 * own(y, p) + 10.0, unit)
     for got in others:
         assert_equal(got, want)
 
@@ -224,8 +222,8 @@ def test_labels_that_a_loss_ignores() -> None:
         restart()
         labels = np.where(missing[:, None], np.float32(number), y)
         weights = np.where(missing & (number == 0), 0.0, 1.0)
-        model.fit(X, labels, 40, 12, 0, sample_weight=weights)
-        error = (model.predict(X, verbose=0) - y)[~missing]
+        model.fit(X, labels, 40, 8, 0, sample_weight=weights)
+        error = (np.array(model(X)) - y)[~missing]
         errors.append(float(np.mean(error**2) / np.var(y)))
     assert max(errors) < 0.1
     assert errors[1] < 3 * errors[0]
@@ -236,14 +234,14 @@ def test_a_trained_model_is_kept() -> None:
     model, y = network(), (SIGNAL + 2).astype("float32")
     model.compile("adam", "mse")
     model.fit(X, y, batch_size=40, epochs=10, verbose=0)
-    before = model.evaluate(X, y, 400, verbose=0)
+    before = np.mean((model(X) - y) ** 2)
     weights = model.get_weights()
     near = np.argsort(np.abs(y - 2).sum(1))[:16]
     for rows in (near, near[:1]):
         model.set_weights(weights)
         model.compile(tfkfac.KFAC(), "mse", run_eagerly=True)
         model.train_on_batch(X[rows], y[rows])
-        assert model.evaluate(X, y, 400, verbose=0) < 1.5 * before
+        assert np.mean((model(X) - y) ** 2) < 1.5 * before
 
 
 def test_two_losses_of_one_layer() -> None:
