@@ -69,23 +69,28 @@ def check_build(make: Any) -> None:
 def check_steps(make: Any) -> None:
     """`apply` and `apply_gradients` make the step of `train_on_batch`."""
     model = compiled(make())
-    model.train_on_batch(X, Y)
-    for call in ("apply", "apply_gradients"):
-        other = compiled(make())
-        weights = other.trainable_variables
+    optimizer, weights = model.optimizer, model.trainable_variables
+    before, state, ends = model.get_weights(), {}, []
+    optimizer.save_own_variables(state)
+    for call in ("train_on_batch", "apply", "apply_gradients"):
+        model.set_weights(before)
+        optimizer.load_own_variables(state)
         with tf.GradientTape() as tape:
-            outputs = other(X, training=True)
-            value = other.compute_loss(x=X, y=Y, y_pred=outputs)
-            value = other.optimizer.scale_loss(value)
+            outputs = model(X, training=True)
+            value = model.compute_loss(x=X, y=Y, y_pred=outputs)
+            value = optimizer.scale_loss(value)
         gradients = tape.gradient(value, weights)
-        if call == "apply":
-            other.optimizer.apply(gradients, weights)
+        if call == "train_on_batch":
+            model.train_on_batch(X, Y)
+        elif call == "apply":
+            optimizer.apply(gradients, weights)
         else:
-            pairs = zip(gradients, weights, strict=True)
-            other.optimizer.apply_gradients(pairs)
-        for got, step in zip(weights, model.trainable_variables, strict=True):
+            optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        ends.append(model.get_weights())
+        for got, step in zip(ends[-1], ends[0], strict=True):
             np.testing.assert_allclose(got, step, rtol=1e-4, atol=1e-6)
-        assert int(other.optimizer.iterations.numpy()) == 1
+        assert int(optimizer.iterations.numpy()) == 1
+    assert np.abs(ends[0][0] - before[0]).max() > 1e-4
     before = model.get_weights()
     model.optimizer.learning_rate = 0.0
     assert float(model.optimizer.learning_rate) == 0.0

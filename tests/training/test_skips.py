@@ -18,6 +18,8 @@ from tfkfac.training.guards import count_empty_batches
 
 X, Y = data(64)
 BATCH = 16
+# The trace of a block takes seconds.
+NO_BLOCK: dict[str, Any] = {"skip_layers": layers.Dense}
 
 
 def compiled(optimizer: Any) -> Any:
@@ -53,7 +55,7 @@ def test_no_trace() -> None:
     """
     found = []
     for bad in (True, False):
-        optimizer = tfkfac.KFAC(step="natural", gradient_accumulation_steps=2)
+        optimizer = tfkfac.KFAC(gradient_accumulation_steps=2, **NO_BLOCK)
         model = compiled(optimizer)
         done = model.fit(batches(bad), shuffle=False, verbose=0)
         assert int(optimizer.skipped_steps) == bad
@@ -74,14 +76,14 @@ def lost(count: int) -> Array:
 def test_other_loops() -> None:
     """`train_on_batch`, eager loops and graphs."""
     model = sequential(layers.Dense(CLASSES))
-    optimizer = tfkfac.KFAC(step="natural", max_skipped_steps=2)
+    optimizer = tfkfac.KFAC(max_skipped_steps=2, **NO_BLOCK)
     model.compile(optimizer, loss(), run_eagerly=True)
     bad = lost(1)[:BATCH]
     model.train_on_batch(bad, Y[:BATCH])
     with pytest.raises(FloatingPointError, match="2 steps in a row"):
         model.train_on_batch(bad, Y[:BATCH])
     model = sequential(layers.Dense(CLASSES))
-    optimizer = tfkfac.KFAC(step="natural", max_skipped_steps=2).attach(model)
+    optimizer = tfkfac.KFAC(max_skipped_steps=2, **NO_BLOCK).attach(model)
 
     def step() -> None:
         gradients = gradients_of(model, bad, Y[:BATCH])
@@ -97,7 +99,7 @@ def test_other_loops() -> None:
 
 
 def test_fit_ends_with_a_report_of_events(capfd: Any) -> None:
-    model = compiled(tfkfac.KFAC(step="natural"))
+    model = compiled(tfkfac.KFAC(**NO_BLOCK))
     for count in (1, 2, 0):
         capfd.readouterr()
         x = lost(count)[: 2 * BATCH]
@@ -111,7 +113,7 @@ def test_fit_ends_with_a_report_of_events(capfd: Any) -> None:
 
 def test_one_gradient_of_many() -> None:
     model = sequential(layers.Dense(5), layers.Dense(CLASSES))
-    optimizer = tfkfac.KFAC(step="natural", max_skipped_steps=1).attach(model)
+    optimizer = tfkfac.KFAC(max_skipped_steps=1, **NO_BLOCK).attach(model)
     gradients = gradients_of(model, X, Y)
     gradients[3] *= np.inf
     path = model.trainable_variables[3].path

@@ -121,7 +121,8 @@ CHECKED: dict[str, Any] = {
     "spectral": lambda: tfkfac.KFAC(),
     "sketches": lambda: tfkfac.KFAC(0.1, solver="eigen", max_factor_dim=4),
     "FOSI": lambda: tfkfac.FOSI(
-        keras.optimizers.SGD(0.1), update_interval=2, warmup_steps=1
+        keras.optimizers.SGD(0.1), 2, update_interval=2, warmup_steps=1,
+        lanczos_steps=4,
     ),
 }
 
