@@ -26,6 +26,11 @@ CLASSES = [tfkfac.KFAC, tfkfac.FOSI, tfkfac.GaussNewton]
 every_class = pytest.mark.parametrize("make", CLASSES)
 
 
+@pytest.fixture(autouse=True)
+def eager_functions(run_eagerly: Any) -> None:
+    run_eagerly(True)
+
+
 def compiled(optimizer: Any) -> Any:
     model = mlp()
     model.compile(optimizer, loss(), run_eagerly=True)
@@ -175,8 +180,10 @@ def inner_sgd() -> Any:
 @pytest.mark.parametrize(
     "wrap",
     [
-        lambda: tfkfac.KFAC(inner_sgd()),
-        lambda: tfkfac.KFAC(inner_sgd(), step="spectral"),
+        lambda: tfkfac.KFAC(inner_sgd(), only_layers="logits"),
+        lambda: tfkfac.KFAC(
+            inner_sgd(), step="spectral", only_layers="logits"
+        ),
         lambda: tfkfac.KFAC(rest_optimizer=inner_sgd(), skip_layers="logits"),
         lambda: tfkfac.FOSI(inner_sgd(), warmup_steps=1),
     ],

@@ -181,7 +181,8 @@ def test_natural_steps_fall_from_a_tenth() -> None:
 def test_length_counts_updates_of_accumulated_gradients() -> None:
     """Two updates of three batches; two batches are left."""
     inner = SGD(tfkfac.schedules.FitDecay(1.0))
-    model = compiled(tfkfac.KFAC(inner, gradient_accumulation_steps=3, **LEFT))
+    options = {"gradient_accumulation_steps": 3, **NO_BLOCK}
+    model = compiled(tfkfac.KFAC(inner, **options))
     rates = fit(model)
     assert rates == pytest.approx([1, 1, 1, 0.5, 0.5, 0.5, 0, 0])
     # The two batches and the first of the next `fit` make its first update.

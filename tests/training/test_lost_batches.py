@@ -225,8 +225,9 @@ def scaled(make: Callable[[], Any], scaler: Any) -> dict[str, Any]:
     return history
 
 
-def test_finite_losses_count() -> None:
+def test_finite_losses_count(run_eagerly: Any) -> None:
     """If every step overflows, the history equals that of Keras' Adam."""
+    run_eagerly(True)
     keras_scaler = keras.optimizers.LossScaleOptimizer
     want = scaled(keras.optimizers.Adam, keras_scaler)
     for got in (
