@@ -47,6 +47,7 @@ def test_one_trace_for_all_intervals() -> None:
     """
     optimizer = tfkfac.KFAC(
         step="natural",
+        only_layers="hidden",
         factor_update_interval=Formula(lambda i: 1 if i < 2 else 3),
         inverse_update_interval=ExponentialDecay(2.0, 2, 1.5),
         damping=ExponentialDecay(0.1, 2, 0.5),
@@ -122,11 +123,7 @@ CHECKED: dict[str, Any] = {
     "spectral": lambda: tfkfac.KFAC(),
     "sketches": lambda: tfkfac.KFAC(0.1, solver="eigen", max_factor_dim=4),
     "FOSI": lambda: tfkfac.FOSI(
-        keras.optimizers.SGD(0.1),
-        num_largest=2,
-        update_interval=2,
-        warmup_steps=1,
-        lanczos_steps=4,
+        num_largest=2, update_interval=2, warmup_steps=1, lanczos_steps=4
     ),
 }
 
