@@ -247,7 +247,6 @@ def test_saved_model(
         model.export(str(tmp_path / "exported"), verbose=False)
         exported = tf.saved_model.load(str(tmp_path / "exported"))
         np.testing.assert_allclose(exported.serve(x), want, rtol=0, atol=1e-6)
-    run_eagerly(eager)
     model.fit(x, y, verbose=0)
     after = model.predict_on_batch(x)
     assert np.isfinite(after).all() and not np.array_equal(after, want)

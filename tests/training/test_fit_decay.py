@@ -168,15 +168,6 @@ def test_several_steps_in_one_execution() -> None:
         np.testing.assert_allclose(three_steps, one_step, rtol=1e-5, atol=1e-6)
 
 
-def test_natural_steps_fall_from_a_tenth() -> None:
-    model = compiled(tfkfac.KFAC(step="natural", **LEFT))
-    rest = Rates(optimizer=model.optimizer.rest_optimizer)
-    rates = fit(model, rest)
-    assert rates == pytest.approx([0.1 * share for share in linear(8)])
-    pairs = zip(rest.rates, rates, strict=True)
-    assert all(0 <= small <= 0.1001 * rate for small, rate in pairs)
-
-
 def test_length_counts_updates_of_accumulated_gradients() -> None:
     """Two updates of three batches; two batches are left."""
     inner = SGD(tfkfac.schedules.FitDecay(1.0))
@@ -192,8 +183,14 @@ def test_length_counts_updates_of_accumulated_gradients() -> None:
     assert rates == pytest.approx([1] * 6 + [2 / 3] * 3 + [1 / 3] * 3)
 
 
-def test_rest_optimizer_of_the_user() -> None:
-    """A rest optimizer may use the schedule; others keep their rates."""
+def test_rest_optimizers() -> None:
+    """Natural steps fall from a tenth; one of the user has its own rates."""
+    model = compiled(tfkfac.KFAC(step="natural", **LEFT))
+    shown = Rates(optimizer=model.optimizer.rest_optimizer)
+    rates = fit(model, shown)
+    assert rates == pytest.approx([0.1 * share for share in linear(8)])
+    pairs = zip(shown.rates, rates, strict=True)
+    assert all(0 <= small <= 0.1001 * rate for small, rate in pairs)
     rest = Adam(tfkfac.schedules.FitDecay(0.003))
     model = compiled(tfkfac.KFAC(0.2, rest_optimizer=rest, **NO_BLOCK))
     shown = Rates(optimizer=rest)
@@ -201,12 +198,10 @@ def test_rest_optimizer_of_the_user() -> None:
     assert shown.rates == pytest.approx([0.003 * s for s in linear(8)])
 
 
-def test_schedule_outside_of_our_optimizers_is_constant() -> None:
-    assert float(Adam(tfkfac.schedules.FitDecay(0.5)).learning_rate) == 0.5
-
-
 def test_own_loop() -> None:
     """Without a length the rate is the peak; `begin_run` tells one."""
+    # In other optimizers the rate is constant.
+    assert float(Adam(tfkfac.schedules.FitDecay(0.5)).learning_rate) == 0.5
     model = compiled()
     optimizer = model.optimizer
     for _ in range(2):
