@@ -18,8 +18,6 @@ from tfkfac.training.guards import count_empty_batches
 
 X, Y = data(64)
 BATCH = 16
-# The trace of a block takes seconds.
-NO_BLOCK: dict[str, Any] = {"skip_layers": layers.Dense}
 
 
 def compiled(optimizer: Any) -> Any:
@@ -55,7 +53,7 @@ def test_no_trace() -> None:
     """
     found = []
     for bad in (True, False):
-        optimizer = tfkfac.KFAC(gradient_accumulation_steps=2, **NO_BLOCK)
+        optimizer = tfkfac.KFAC(step="natural", gradient_accumulation_steps=2)
         model = compiled(optimizer)
         done = model.fit(batches(bad), shuffle=False, verbose=0)
         assert int(optimizer.skipped_steps) == bad
@@ -76,14 +74,14 @@ def lost(count: int) -> Array:
 def test_other_loops() -> None:
     """`train_on_batch`, eager loops and graphs."""
     model = sequential(layers.Dense(CLASSES))
-    optimizer = tfkfac.KFAC(max_skipped_steps=2, **NO_BLOCK)
+    optimizer = tfkfac.KFAC(step="natural", max_skipped_steps=2)
     model.compile(optimizer, loss(), run_eagerly=True)
     bad = lost(1)[:BATCH]
     model.train_on_batch(bad, Y[:BATCH])
     with pytest.raises(FloatingPointError, match="2 steps in a row"):
         model.train_on_batch(bad, Y[:BATCH])
     model = sequential(layers.Dense(CLASSES))
-    optimizer = tfkfac.KFAC(max_skipped_steps=2, **NO_BLOCK).attach(model)
+    optimizer = tfkfac.KFAC(step="natural", max_skipped_steps=2).attach(model)
 
     def step() -> None:
         gradients = gradients_of(model, bad, Y[:BATCH])
@@ -99,7 +97,7 @@ def test_other_loops() -> None:
 
 
 def test_fit_ends_with_a_report_of_events(capfd: Any) -> None:
-    model = compiled(tfkfac.KFAC(**NO_BLOCK))
+    model = compiled(tfkfac.KFAC(step="natural"))
     for count in (1, 2, 0):
         capfd.readouterr()
         x = lost(count)[: 2 * BATCH]
@@ -113,7 +111,7 @@ def test_fit_ends_with_a_report_of_events(capfd: Any) -> None:
 
 def test_one_gradient_of_many() -> None:
     model = sequential(layers.Dense(5), layers.Dense(CLASSES))
-    optimizer = tfkfac.KFAC(max_skipped_steps=1, **NO_BLOCK).attach(model)
+    optimizer = tfkfac.KFAC(step="natural", max_skipped_steps=1).attach(model)
     gradients = gradients_of(model, X, Y)
     gradients[3] *= np.inf
     path = model.trainable_variables[3].path
