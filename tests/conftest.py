@@ -35,6 +35,15 @@ def on_workers(pool: Pool) -> Run:
 
 
 @pytest.fixture
+def run_eagerly() -> Iterator[Callable[[bool], None]]:
+    """Set whether functions run eagerly, where a trace takes more time."""
+    import tensorflow as tf
+
+    yield tf.config.run_functions_eagerly
+    tf.config.run_functions_eagerly(False)
+
+
+@pytest.fixture
 def double() -> Iterator[None]:
     """Set float64, where results differ by rounding only."""
     from tests.support.dtypes import floats

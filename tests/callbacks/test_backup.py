@@ -44,14 +44,16 @@ def network(optimizer: Any = None) -> Any:
     """Create a model with dropout, whose seed generator is a state."""
     keras.utils.set_random_seed(0)
     model = sequential(
-        layers.Dense(5, activation="tanh"),
+        layers.Dense(5, activation="tanh", name="hidden"),
         layers.Dropout(0.5, seed=1),
         layers.Dense(CLASSES),
     )
     intervals = {"factor_update_interval": 3, "inverse_update_interval": 5}
     adam = keras.optimizers.Adam(1e-2)
     model.compile(
-        optimizer or tfkfac.KFAC(adam, **intervals), loss(), run_eagerly=True
+        optimizer or tfkfac.KFAC(adam, only_layers="hidden", **intervals),
+        loss(),
+        run_eagerly=True,
     )
     return model
 

@@ -75,7 +75,8 @@ def pause(model: Any, case: Training, folder: str) -> str:
 
 def flip(optimizer: str, interval: int, folder: str) -> tuple[str, str]:
     """Train with a pause; return the error of a training with a changed bit."""
-    case = Training(optimizer, feed=FEEDS["even"][:8])
+    options = {"only_layers": "hidden"} if optimizer == "KFAC" else {}
+    case = Training(optimizer, feed=FEEDS["even"][:8], options=options)
     model = build(case)
     stderr = pause(model, case, folder)
     previous, comparison.INTERVAL = comparison.INTERVAL, interval
@@ -225,7 +226,7 @@ ARRAYS: dict[str, Any] = {"x": X, "y": X, "batch_size": BATCH}
 VARIANTS: dict[str, dict[str, Any]] = {
     "arrays": {"validation_data": (X[:BATCH], X[:BATCH])},
     "arrays, steps": {"x": {"inputs": X}, "steps_per_epoch": -(-ROWS // BATCH)},
-    "arrays, in batches": {"shuffle": "batch"},
+    "arrays, in batches": {"x": {"inputs": X}, "shuffle": "batch"},
 }
 
 
@@ -248,18 +249,16 @@ def see_rows(folder: str) -> dict[str, Any]:
     """Train with many inputs; then with seeds that differ between workers."""
     strategy = tfkfac.MultiWorkerMirroredStrategy()
     index = strategy.cluster_resolver.task_id
-    results: dict[str, Any] = {
-        "rows": {
-            f"{name}, {optimizer}": fit_rows(
-                strategy, inputs(name, strategy), optimizer
-            )
-            for optimizer, cases in CASES.items()
-            for name in cases
-        },
-        "seeds": seeds_of_layers(),
-        "errors": {},
-        "own rows": {},
-    }
+    results: dict[str, Any] = {"rows": {}, "errors": {}, "own rows": {}}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for optimizer, cases in CASES.items():
+            for name in cases:
+                results["rows"][f"{name}, {optimizer}"] = fit_rows(
+                    strategy, inputs(name, strategy), optimizer
+                )
+    results["warnings"] = {"in order": of_py_dataset(caught)}
+    results["seeds"] = seeds_of_layers()
     tf.random.set_seed(index)
     for optimizer, cases in REFUSED.items():
         for name in cases:
@@ -270,7 +269,11 @@ def see_rows(folder: str) -> dict[str, Any]:
     own = legitimate(pathlib.Path(folder), index, workers)
     for name, data in own.items():
         results["own rows"][name] = fit_rows(strategy, data)
-    results["warnings"] = warnings_of_labels(strategy, index)
+    order = np.random.default_rng(index).permutation(ROWS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit_rows(strategy, {"x": Batches(order), "epochs": 1})
+    results["warnings"]["shuffled"] = of_py_dataset(caught)
     results["overwritten"] = overwritten_rows(strategy)
     return results
 
@@ -345,20 +348,10 @@ def legitimate(
     }
 
 
-def warnings_of_labels(strategy: Any, index: int) -> dict[str, list[str]]:
-    """Warnings for a `PyDataset`, by how its rows are ordered."""
-    orders = {
-        "shuffled": np.random.default_rng(index).permutation(ROWS),
-        "in order": np.arange(ROWS),
-    }
-    found = {}
-    for name, order in orders.items():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fit_rows(strategy, {"x": Batches(order)})
-        texts = [str(warning.message) for warning in caught]
-        found[name] = [text for text in texts if "PyDataset" in text]
-    return found
+def of_py_dataset(caught: list[Any]) -> list[str]:
+    """Warnings about the order of the rows of a `PyDataset`."""
+    texts = [str(warning.message) for warning in caught]
+    return [text for text in texts if "PyDataset" in text]
 
 
 def check_rows(results: list[dict[str, Any]]) -> None:

@@ -83,7 +83,8 @@ def test_scalars_of_kfac(tmp_path: Path) -> None:
     assert logged[8, "loss"] == pytest.approx(history["loss"][0], rel=1e-6)
 
 
-def test_ritz_values_of_fosi() -> None:
+def test_ritz_values_of_fosi(run_eagerly: Any) -> None:
+    run_eagerly(True)
     optimizer = tfkfac.FOSI(
         "sgd",
         num_largest=2,

@@ -48,15 +48,16 @@ def post_numbers() -> tuple[list[Any], int, float, int]:
     while len(recorder.events) < COUNT * SIZE and time.monotonic() < end:
         time.sleep(0.01)
     first, before = recorder.num_ticks, resident_bytes()
-    time.sleep(2)
+    while recorder.num_ticks < first + 400 and time.monotonic() < end:
+        time.sleep(0.01)
     count = recorder.num_ticks - first
     growth = (resident_bytes() - before) / count
     events = recorder.events[: COUNT * SIZE]
     log.post(EXITED)
     assert log._has_exited.wait(60)
-    time.sleep(0.2)
+    time.sleep(0.1)
     first = recorder.num_ticks
-    time.sleep(0.5)
+    time.sleep(0.2)
     return events, count, growth, recorder.num_ticks - first
 
 

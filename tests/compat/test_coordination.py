@@ -35,9 +35,11 @@ def use_store() -> list[Any]:
     results.append(get_text("absent", 0.5))
     assert 0.4 < time.monotonic() - start < 10
     if rank == 1:
-        subprocess.Popen(["sh", "-c", f"sleep 10; kill -CONT {os.getpid()}"])
+        subprocess.Popen(["sh", "-c", f"sleep 30; kill -CONT {os.getpid()}"])
+        set_text("suspended", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
         return results
+    process = int(get_text("suspended", 60) or "")
     assert silent_workers() == []
     end = time.monotonic() + 12
     while not (silent := silent_workers()) and time.monotonic() < end:
@@ -51,6 +53,7 @@ def use_store() -> list[Any]:
     abort_collectives("a reason")
     with pytest.raises(tf.errors.OpError):
         job.reduce("SUM", job.run(lambda: tf.constant(1.0)), axis=None)
+    os.kill(process, signal.SIGCONT)
     return results
 
 

@@ -31,7 +31,7 @@ from tfkfac.distributed.topology import find_topology
 
 
 def step_over_nccl(optimizer: str) -> dict[str, Any]:
-    graph, model = graph_over_nccl(optimizer, [5, 5])
+    graph, model = graph_over_nccl(optimizer, [5])
     return audit(graph) | {
         "not on a GPU": without_gpu_kernel(graph),
         "summed": {
@@ -63,8 +63,8 @@ def test_all_are_in_one_order(on_workers: Any, optimizer: str) -> None:
     assert result["not on a GPU"] <= REPORTS | {"Timestamp", "StringFormat"}
     assert result["summed"] <= {"float32", "float64"}
     if optimizer == "half":
-        # 4 inputs, two layers of 5 units, 3 outputs, and biases.
-        inputs, outputs = (5, 6, 6), (5, 5, 3)
+        # 4 inputs, a layer of 5 units, 3 outputs, and biases.
+        inputs, outputs = (5, 6), (5, 3)
         elements = sum(n * n for n in inputs + outputs)
         # A factor is sent with its number of rows and its unit.
         scalars = 2 * len(inputs + outputs)

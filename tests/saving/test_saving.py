@@ -225,13 +225,17 @@ def test_checkpoint_restored_before_the_first_step(tmp_path: Path) -> None:
         pytest.param(Subclassed, tfkfac.KFAC, marks=pytest.mark.slow),
     ],
 )
-def test_saved_model(make: Any, optimizer: Any, tmp_path: Path) -> None:
+def test_saved_model(
+    make: Any, optimizer: Any, tmp_path: Path, run_eagerly: Any
+) -> None:
     """A SavedModel serves the predictions; training goes on."""
     x, y = data()
     model = make()
     eager = (make, optimizer) != (mlp, tfkfac.KFAC)  # trace once
     model.compile(optimizer(), loss(), run_eagerly=eager)
+    run_eagerly(eager)
     model.fit(x, y, verbose=0)
+    run_eagerly(False)
     want = model.predict_on_batch(x)
     tf.saved_model.save(model, str(tmp_path / "saved"))
     served = tf.saved_model.load(str(tmp_path / "saved"))

@@ -350,7 +350,7 @@ def checkpoint(model: Any) -> tf.train.Checkpoint:
 def test_backup(on_workers: Any, tmp_path: pathlib.Path) -> None:
     """A resumed training equals an uninterrupted one bit for bit."""
     # The default learning rate falls to 0 over the whole `fit`.
-    case = kfac("small", inner="default")
+    case = dataclasses.replace(kfac("small", inner="default"), eager=True)
     on_workers("two", backup, case, str(tmp_path))
 
 

@@ -59,6 +59,7 @@ def test_compile_again() -> None:
 @pytest.mark.parametrize("case", ["trained", "not built", "deleted"])
 def test_another_optimizer_removes_all_taps(case: str) -> None:
     """Taps of a deleted optimizer and overrides of `fit` are removed, too."""
+    gc.freeze()  # so that garbage of other tests is not collected here
     model = LateBuilt()
     if case != "not built":
         parts = [layers.BatchNormalization(), *mlp().layers]
@@ -141,6 +142,7 @@ def test_unfreezing_a_layer_after_build() -> None:
 
 # ---------------------------------------------------- one model per optimizer
 def test_second_model_is_refused() -> None:
+    gc.freeze()  # so that garbage of other tests is not collected here
     model, other = compiled_mlp(eager=True), mlp()
     optimizer = model.optimizer
     other.name = "other"

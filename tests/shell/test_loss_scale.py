@@ -23,7 +23,7 @@ from tests.support.training import (
 )
 
 OPTIMIZERS = {
-    "KFAC": lambda: tfkfac.KFAC(0.1),
+    "KFAC": lambda: tfkfac.KFAC(0.1, only_layers="hidden"),
     "MR-DHO2": lambda: tfkfac.FOSI(warmup_steps=1, accelerator_fraction=0.5),
 }
 

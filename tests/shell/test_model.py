@@ -130,12 +130,13 @@ def test_float8(is_built: bool) -> None:
         model.fit(x, x[:, :3], 16, verbose=0)
         return dense.inputs_amax_history
 
-    for optimizer in (
+    refused = [
+        KFAC(gradient_accumulation_steps=2),
         tfkfac.FOSI(SGD(0.01)),
         tfkfac.GaussNewton(),
-        KFAC(gradient_accumulation_steps=2),
         tfkfac.LossScaleOptimizer(KFAC()),
-    ):
+    ]
+    for optimizer in refused if is_built else refused[:1]:
         with pytest.raises(ValueError, match="in float8 "):
             train(optimizer)
     largest = np.max(train(KFAC(SGD(0.01))))
