@@ -4,10 +4,16 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.support.harness import assert_close, randomize, train_once
+from tests.support.harness import (
+    assert_close,
+    half_squared_error,
+    randomize,
+    train_once,
+)
 from tests.support.layers import make_input, per_example, targets
 
 LAYER, BATCH = layers.LayerNormalization, layers.BatchNormalization
@@ -71,3 +77,28 @@ def test_factors_of_each_layer() -> None:
         u = np.stack(u, -1)
         G = np.einsum("nfi,nfj->fij", u, u) / len(x)
         assert_close(block["G"], G, 1e-5, path)
+
+
+def test_batch_normalization_of_two_widths() -> None:
+    """Layers that differ in the number of features share a traced function."""
+    first, dense, last = BATCH(), layers.Dense(2), BATCH()
+    inputs = keras.Input((5, 3))
+    model = keras.Model(inputs, keras.ops.tanh(last(dense(first(inputs)))))
+    randomize(model)
+    x = make_input("", (5, 3), 4)
+    y = targets(model, x)
+    with tf.GradientTape() as tape:
+        outer = first(x, training=True)
+        hidden = dense(outer)
+        inner = last(hidden, training=True)
+        value = half_squared_error(y, tf.tanh(inner))
+    gradients = tape.gradient(value, [outer, inner])
+    factors = train_once(model, x, y, eager=False).factors
+    for layer, z, g in zip(
+        (first, last), (x, hidden), map(np.asarray, gradients), strict=True
+    ):
+        deviation = np.sqrt(np.var(z, (0, 1)) + layer.epsilon)
+        hat = (np.asarray(z) - np.mean(z, (0, 1))) / deviation
+        u = np.stack([(g * hat).sum(1), g.sum(1)], -1)
+        G = np.einsum("nfi,nfj->fij", u, u) / len(x)
+        assert_close(factors[layer.path]["G"], G, 1e-4, layer.path)

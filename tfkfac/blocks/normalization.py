@@ -76,31 +76,11 @@ class NormalizationBlock(Block):
     @override
     def rows(self, record: Record) -> Rows:
         if self.trace_key(record) is not None:
-            # Use the recorded batch moments.
-            mean, variance = (self.cast(m) for m in record.moments or ())
-            x, epsilon = self.cast(record.inputs), self.layer.epsilon
-            gradients = self._sums(
-                record.gradient,
-                lambda: tf.nn.batch_normalization(
-                    x, mean, variance, None, None, epsilon
-                ),
-            )
-            return Rows(None, gradients, None)
+            return Rows(None, self._batch_norm_sums(record), None)
         tensors: dict[str, tf.Tensor] = {}
         constants: dict[str, Any] = {}
         for name, value in record.kwargs.items():
             (tensors if tf.is_tensor(value) else constants)[name] = value
-        layer, layer_class = self.layer, type(self.layer)
-        # The config of a custom layer may not describe its computation.
-        signature: Hashable = id(layer)
-        if getattr(keras.layers, layer_class.__name__, None) is layer_class:
-            config = {
-                k: v for k, v in layer.get_config().items() if k != "name"
-            }
-            shapes = tuple(
-                (tuple(w.shape), w.trainable) for w in layer.variables
-            )
-            signature = layer_class, self.dtype, str(config), shapes
 
         def sums(
             inputs: tf.Tensor,
@@ -116,7 +96,7 @@ class NormalizationBlock(Block):
         return Rows(
             None,
             shared_call(
-                ("normalization", signature, tuple(constants.items())),
+                ("normalization", self._signature, tuple(constants.items())),
                 sums,
                 record.inputs,
                 record.gradient,
@@ -126,6 +106,33 @@ class NormalizationBlock(Block):
             ),
             None,
         )
+
+    def _batch_norm_sums(self, record: Record) -> tf.Tensor:
+        """Compute `_sums` from the recorded batch moments."""
+        mean, variance = (self.cast(m) for m in record.moments or ())
+        g, epsilon = self.cast(record.gradient), self.layer.epsilon
+        positions = list(range(1, g.shape.rank - 1))
+        sums = []
+        for weight in self._weights:
+            gradient = g
+            if weight is self._scale:
+                inputs = self.cast(record.inputs)
+                gradient *= tf.nn.batch_normalization(
+                    inputs, mean, variance, None, None, epsilon
+                )
+            sums.append(tf.reduce_sum(gradient, positions))
+        return tf.expand_dims(tf.stack(sums, -1), 1)
+
+    @property
+    def _signature(self) -> Hashable:
+        """Cache key of the layer's computation."""
+        layer, layer_class = self.layer, type(self.layer)
+        # The config of a custom layer may not describe its computation.
+        if getattr(keras.layers, layer_class.__name__, None) is not layer_class:
+            return id(layer)
+        config = {k: v for k, v in layer.get_config().items() if k != "name"}
+        weights = tuple((tuple(w.shape), w.trainable) for w in layer.variables)
+        return layer_class, self.dtype, str(config), weights
 
     @property
     def _other_variables(self) -> list[keras.Variable]:

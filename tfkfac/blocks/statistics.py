@@ -278,26 +278,7 @@ def _sums(
     total = block.output_statistic(g, settings.sharing) * tf.square(factor)
     sums = {"G": Statistic(_rescale(total, examples), count)}
     if "A" in block.factors:
-        weights = None  # of the rows, 1 or 0; None if all are 1
-        if settings.weightless or rows.mask is not None:
-            # A padded or weightless row with a nonzero gradient counts: a later
-            # layer may ignore the mask, or another output may have another
-            # sample weight.
-            if isinstance(rows.g, Patches):
-                no_gradient = rows.g.are_zero()
-            else:
-                features = list(range(2, rows.g.shape.rank))
-                no_gradient = tf.reduce_all(tf.equal(rows.g, 0), features)
-            shape = tf.stack([size, tf.shape(no_gradient)[1]])
-            flags = [
-                _broadcast_positions(w, shape) for w in settings.weightless
-            ]
-            if examples is not None:
-                flags = [examples.of(flag) for flag in flags]
-            if rows.mask is not None:
-                flags.append(tf.logical_not(rows.mask))
-            no_weight = tf.reduce_any(tf.stack(flags), 0)
-            weights = tf.cast(~(no_weight & no_gradient), block.dtype)
+        weights = _row_weights(block, rows, settings.weightless, size, examples)
         if rows.gram and weights is None and settings.sharing == "expand":
             statistic = rows.gram()
         else:
@@ -342,6 +323,37 @@ def _rescale(total: tf.Tensor, examples: Examples | None) -> tf.Tensor:
     if examples is None:
         return total
     return total * tf.cast(examples.weight, total.dtype)
+
+
+def _row_weights(
+    block: Block,
+    rows: Rows,
+    weightless: Sequence[tf.Tensor],
+    size: int | tf.Tensor,
+    examples: Examples | None,
+) -> tf.Tensor | None:
+    """Return the weights of the rows in A, 1 or 0; None if all are 1.
+
+    A padded or weightless row with a nonzero gradient counts: a later layer may
+    ignore the mask, or another output may have another sample weight.
+    """
+    if not weightless and rows.mask is None:
+        return None
+    if isinstance(rows.g, Patches):
+        no_gradient = rows.g.are_zero()
+    else:
+        features = list(range(2, rows.g.shape.rank))
+        no_gradient = tf.reduce_all(tf.equal(rows.g, 0), features)
+    shape = tf.stack([size, tf.shape(no_gradient)[1]])
+    flags = [_broadcast_positions(w, shape) for w in weightless]
+    if examples is not None:
+        flags = [examples.of(flag) for flag in flags]
+    if rows.mask is not None:
+        flags.append(tf.logical_not(rows.mask))
+    no_weight = tf.reduce_any(tf.stack(flags), 0)
+    return tf.cast(
+        tf.logical_not(tf.logical_and(no_weight, no_gradient)), block.dtype
+    )
 
 
 def _broadcast_positions(weightless: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:

@@ -125,7 +125,7 @@ def _supervise(
             stack.enter_context(as_errors())
             if watch is not None:
                 stack.enter_context(strategy.stall_detector.training())
-            # Forget the plan, so that the rate is the peak outside of `fit`.
+            # Last to first: forget the plan; the rate is then the peak.
             stack.callback(optimizer.plan.in_fit.assign, 0)
             stack.callback(optimizer.plan.begin, 0, 0)
             for callback in callbacks:

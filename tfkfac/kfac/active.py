@@ -14,6 +14,7 @@ from tfkfac.blocks.statistics import (
     records_of,
 )
 from tfkfac.capture.taps import Record, Tap, is_product
+from tfkfac.compat.graphs import before_relu, is_copy
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.distributed.plan import Plan
 from tfkfac.fisher import types
@@ -21,6 +22,7 @@ from tfkfac.fisher.types import Choice, Statistics
 from tfkfac.kfac.averages import Preconditioner
 from tfkfac.kfac.settings import KFACSettings
 from tfkfac.kfac.state import State
+from tfkfac.loss.terms import LossTerms
 from tfkfac.solvers.base import most_rows
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Step
@@ -277,3 +279,17 @@ def label_seeds(step: Step, state: State, outputs: int) -> list[tf.Tensor]:
     if state.pending is not None:
         batch += step.group.size * state.pending.count
     return [tf.stack([clock, batch * outputs + i]) for i in range(outputs)]
+
+
+def output_layer(
+    layers: Sequence[ActiveBlock], terms: LossTerms
+) -> ActiveBlock | None:
+    """Return the layer that computes the outputs of a loss, or None."""
+    for layer in layers:
+        for record in layer.records:
+            source = record.output
+            if terms.call is None or source is None:
+                continue
+            if is_copy(before_relu(terms.call.y_pred), source):
+                return layer
+    return None

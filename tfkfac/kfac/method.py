@@ -1,5 +1,6 @@
 """K-FAC method: stages of one training step, state and reporting."""
 
+import functools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -147,8 +148,8 @@ class KFACMethod(Method):
         batch: Batch | None,
     ) -> None:
         """Update the weights from local gradients, which are reduced here."""
-        rule = self._rule
-        damping = self.settings.damping.at(self.job.clock)
+        rule, settings, clock = self._rule, self.settings, self.job.clock
+        damping = settings.damping.at(clock)
         # Reduce: all-reduce the gradients and the requests for new inverses.
         requested, sums = self.reduce(state, step, batch)
         layers = rule.rescale(layers, step, state, batch, sums)
@@ -156,7 +157,6 @@ class KFACMethod(Method):
         # Factors: all-reduce the statistics, update the running averages.
         self.update_factors(state, layers, step, statistics)
         # Inverses: owners decompose, gradient workers receive.
-        clock, settings = self.job.clock, self.settings
         groups_due = find_due_groups(
             max(self.placement.schedule_groups, default=0) + 1,
             steps_between(settings.inverse_update_interval, INVERSES, clock),
@@ -167,8 +167,10 @@ class KFACMethod(Method):
         first, *later_stages = exchange.stages(
             {layer.position: layer for layer in layers}
         )
-        arguments = step, groups_due, requested, damping
-        updated = [self.update_inverses(state, first, *arguments)]
+        update_inverses = functools.partial(
+            self.update_inverses, state, step, groups_due, requested, damping
+        )
+        updated = [update_inverses(first)]
 
         def direction() -> Update:
             # Precondition: gradient workers apply the inverses, receivers get
@@ -179,7 +181,7 @@ class KFACMethod(Method):
                 active_groups(first, state), step, exchange, damping
             )
             for stage in later_stages:
-                updated.append(self.update_inverses(state, stage, *arguments))
+                updated.append(update_inverses(stage))
                 preconditioned += rule.directions(
                     active_groups(stage, state), step, exchange, damping
                 )
@@ -328,11 +330,11 @@ class KFACMethod(Method):
     def update_inverses(
         self,
         state: State,
-        layers: Sequence[ActiveBlock],
         step: Step,
         groups_due: tf.Tensor,
         requested: tf.Tensor,
         damping: tf.Tensor,
+        layers: Sequence[ActiveBlock],
     ) -> tf.Tensor:
         """Recompute inverses that are due by group or requested by block.
 
@@ -412,11 +414,12 @@ class KFACMethod(Method):
         counters, group = state.counters, self.job.group("inverses")
         due, dampings = counters.deferred > 0, counters.dampings.value()
         positions = sorted(self._deferred)
-        when(
-            tf.reduce_any(due),
-            lambda: self.decompose(state, due, positions, dampings, group),
-        )
-        counters.deferred.assign(tf.zeros_like(counters.deferred))
+
+        def decompose_deferred() -> None:
+            self.decompose(state, due, positions, dampings, group)
+            counters.deferred.assign(tf.zeros_like(counters.deferred))
+
+        when(tf.reduce_any(due), decompose_deferred)
 
     # --------------------------------------------------- binding and state
     @override

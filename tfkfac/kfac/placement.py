@@ -299,11 +299,12 @@ class Exchange:
         Otherwise there is a single stage.
         """
         stages: list[set[int]] = []
-        if all(
-            set(layer.gradient_workers) == {owner}
+        sends_decompositions = any(
+            set(layer.gradient_workers) != {owner}
             for layer in self.plan.layers
             for owner in layer.owners.values()
-        ):
+        )
+        if not sends_decompositions:
             for items in bundles(self._gradient_items(list(layers))).values():
                 sent = iter(items)
                 messages = split_buckets([item.spec for item in items])

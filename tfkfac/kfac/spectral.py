@@ -31,9 +31,8 @@ from typing_extensions import override
 from tfkfac.blocks import LayerGradient, MatrixGradient, RowGradient
 from tfkfac.blocks.registry import Registry
 from tfkfac.compat.functions import shared_call, when
-from tfkfac.compat.graphs import before_relu, is_copy
 from tfkfac.compat.optimizers import variable_key
-from tfkfac.kfac.active import ActiveBlock, ActiveGroup
+from tfkfac.kfac.active import ActiveBlock, ActiveGroup, output_layer
 from tfkfac.kfac.averages import (
     MAX_ELEMENTS,
     PlainMatrix,
@@ -124,20 +123,7 @@ class Spectral(Natural):
     ) -> Batch:
         assert state.length is not None
         losses = step.loss.losses
-        # The layer that computes the outputs of each loss, or None.
-        last_layers = [
-            next(
-                (
-                    layer
-                    for layer in layers
-                    for record in layer.records
-                    if terms.call is not None and record.output is not None
-                    if is_copy(before_relu(terms.call.y_pred), record.output)
-                ),
-                None,
-            )
-            for terms in losses
-        ]
+        last_layers = [output_layer(layers, terms) for terms in losses]
         moments = Moments(step.loss, last_layers, step.job.clock < WARMUP)
         has_moments = bool(moments.values.shape[0])
         if has_moments:

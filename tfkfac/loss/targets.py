@@ -35,31 +35,11 @@ def least_loss(losses: Sequence[LossTerms], replicas: int) -> tf.Tensor:
     """
     minima = [tf.zeros([], tf.float64)]
     for terms in losses:
-        # Weighted sum of the minima of all terms, divided by u.
-        total = tf.zeros([], tf.float64)
-        if terms.call is not None and terms.call.reduction is not None:
-            values = terms.call.reduction.values
-            weights = terms.call.reduction.term_weights()
-            entropies = _entropies(terms.call, terms.likelihood.name)
-            if entropies is not None:
-                if (rank := values.shape.rank) and entropies.shape.rank > rank:
-                    axes = list(range(rank, entropies.shape.rank))
-                    entropies = tf.reduce_sum(entropies, axes)
-                if weights is not None:
-                    weights = tf.cast(weights, entropies.dtype)
-                    entropies = tf.math.multiply_no_nan(entropies, weights)
-                total += tf.cast(tf.reduce_sum(entropies), tf.float64)
-            constant = terms.likelihood.constant
-            if tf.is_tensor(constant) or constant != 0:
-                count = terms.count
-                if weights is not None:
-                    sum_ = tf.cast(tf.reduce_sum(weights), tf.float64)
-                    count = sum_ if values.shape.rank else count * sum_
-                total += constant / terms.likelihood.unit * count
+        minimum = terms.unit * _minimum(terms)
         divisor = tf.ones_like(terms.count)
         if not terms.summed:
             divisor = terms.count * replicas
-        minima.append(tf.math.divide_no_nan(terms.unit * total, divisor))
+        minima.append(tf.math.divide_no_nan(minimum, divisor))
     return tf.add_n(minima)
 
 
@@ -81,6 +61,32 @@ def label_count(losses: Sequence[LossTerms]) -> tf.Tensor:
             sizes = tf.reduce_prod(tf.shape(call.y_pred)[axes:])
         total += tf.cast(sizes, tf.float64)
     return tf.maximum(total, 1.0)
+
+
+def _minimum(terms: LossTerms) -> tf.Tensor:
+    """Return the weighted sum of the minima of all terms, divided by u."""
+    total = tf.zeros([], tf.float64)
+    if terms.call is None or terms.call.reduction is None:
+        return total
+    values = terms.call.reduction.values
+    weights = terms.call.reduction.term_weights()
+    entropies = _entropies(terms.call, terms.likelihood.name)
+    if entropies is not None:
+        if (rank := values.shape.rank) and entropies.shape.rank > rank:
+            axes = list(range(rank, entropies.shape.rank))
+            entropies = tf.reduce_sum(entropies, axes)
+        if weights is not None:
+            weights = tf.cast(weights, entropies.dtype)
+            entropies = tf.math.multiply_no_nan(entropies, weights)
+        total += tf.cast(tf.reduce_sum(entropies), tf.float64)
+    constant = terms.likelihood.constant
+    if tf.is_tensor(constant) or constant != 0:
+        count = terms.count
+        if weights is not None:
+            sum_ = tf.cast(tf.reduce_sum(weights), tf.float64)
+            count = sum_ if values.shape.rank else count * sum_
+        total += constant / terms.likelihood.unit * count
+    return total
 
 
 def _entropies(call: LossCall, likelihood: str | None) -> tf.Tensor | None:

@@ -288,23 +288,23 @@ def choose_inner(
     place of arguments that are None.
     """
     overrides = {name: v for name, v in chosen.items() if v is not None}
-    argument = "learning_rate"
-    rate = overrides.get(argument, defaults[argument])
-    if inner_optimizer is not None:
-        argument, rate = "inner_optimizer", inner_optimizer
+    if inner_optimizer is None:
+        rate = overrides.get("learning_rate", defaults["learning_rate"])
+        rate = check_rate("learning_rate", rate)
+    else:
+        has_rate = is_rate(inner_optimizer)
         for name, value in overrides.items():
-            if not is_rate(rate) or name == "learning_rate":
+            if not has_rate or name == "learning_rate":
                 raise ValueError(
                     f"Argument `{name}` must be left out with "
                     "`inner_optimizer`, which has its own. Received: "
-                    f"{name}={value!r} with inner_optimizer={rate!r}"
+                    f"{name}={value!r} with inner_optimizer={inner_optimizer!r}"
                 )
-        if not is_rate(rate):
+        if not has_rate:
             return inner_optimizer
-    rate = check_rate(argument, rate)
-    return keras.optimizers.SGD(
-        **{**defaults, **overrides, "learning_rate": rate}
-    )
+        rate = check_rate("inner_optimizer", inner_optimizer)
+    arguments = {**defaults, **overrides, "learning_rate": rate}
+    return keras.optimizers.SGD(**arguments)
 
 
 def is_rate(value: Any) -> bool:
