@@ -9,9 +9,10 @@ from tests.support.cluster import cluster_of
 
 
 class FilesAndClusters(LoadScopeScheduling):
-    """Those of a file, or those of a cluster.
+    """Run the tests of a file, or of a cluster, in one process.
 
     Clusters of two workers have so many jobs that each file starts its own.
+    Programs that take minutes share nothing: each may have its own process.
     """
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
@@ -21,5 +22,7 @@ class FilesAndClusters(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, test = nodeid.partition("::")
+        if file.endswith("test_real_examples.py"):
+            return nodeid
         where = cluster_of(test)
         return where if where in ("four", "mirrored") else f"{file}, {where}"
