@@ -238,7 +238,8 @@ class Moments:
                 unit *= tf.where(mean > 0, mean, 1.0)
             if labels.shape[0]:
                 deviation, power = _deviation(labels)
-                unit *= (terms.likelihood.spread or tf.square)(deviation)
+                spread = terms.likelihood.spread or tf.square
+                unit *= spread(deviation)
                 if fit is not None:
                     fit_sums = batch[2 * count + i]
                     changes |= fit.changes(fit_sums, deviation, power)

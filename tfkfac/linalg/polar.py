@@ -64,15 +64,16 @@ def polar_factors(
     wholes = []
     for i, matrix in enumerate(matrices):
         # Invert `_columns`: join the blocks, without the padding of the last.
-        whole, (rows, columns) = results[i], matrix.shape[-2:]
-        width = whole.shape[-1]
+        factor, (rows, columns) = results[i], matrix.shape[-2:]
+        width = factor.shape[-1]
         count = math.ceil(columns / width)
         if count > 1:
-            split = tf.reshape(whole, [-1, count, rows, width])
-            whole = tf.transpose(split, [0, 2, 1, 3])
+            split = tf.reshape(factor, [-1, count, rows, width])
+            factor = tf.transpose(split, [0, 2, 1, 3])
         if count * width > columns:
-            whole = tf.reshape(whole, [-1, rows, count * width])[..., :columns]
-        wholes.append(tf.reshape(whole, matrix.shape))
+            padded = tf.reshape(factor, [-1, rows, count * width])
+            factor = padded[..., :columns]
+        wholes.append(tf.reshape(factor, matrix.shape))
     return wholes
 
 
