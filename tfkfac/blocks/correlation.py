@@ -274,7 +274,7 @@ def _is_large(cells: Sequence[int | None], geometry: Geometry) -> bool:
 
 
 def _window(images: tf.Tensor, geometry: Geometry, is_large: bool) -> Window:
-    """Convert a convolution to stride 1, without explicit padding if large."""
+    """Convert a convolution to stride 1; if `is_large`, do not pad images."""
     if is_large:
         paddings, sizes = [], []
         for axis, size in enumerate(geometry.size, start=1):

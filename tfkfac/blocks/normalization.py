@@ -16,8 +16,8 @@ from tfkfac.compat.functions import TraceKey, shared_call
 from tfkfac.compat.overrides import given_moments
 from tfkfac.factors import Dense, Factor
 
-# Attributes that may hold the scale: `gamma`, `scale` of `RMSNormalization` (a
-# flag of other layers), `weight` of the T5 layer of keras-hub.
+# Attributes that may hold the scale: `gamma`, `scale` of `RMSNormalization` (in
+# other layers a bool), `weight` of the T5 layer of keras-hub.
 _SCALES = ("gamma", "scale", "weight")
 
 

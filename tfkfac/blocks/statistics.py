@@ -33,7 +33,7 @@ class Subsample(NamedTuple):
 
     fraction: float  # fraction of the examples, in (0, 1]
     offset: tf.Tensor  # int64, number of earlier subsamples
-    min_examples: int = 1  # if the batch has enough examples
+    min_examples: int = 1  # lower bound, in batches that have as many
 
     def is_whole(self, size: int | tf.Tensor) -> bool:
         """True if a batch of a static size is used as a whole."""

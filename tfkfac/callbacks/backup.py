@@ -37,9 +37,9 @@ _PARTIAL_PREFIX = ".writing-"  # prefix of incomplete files
 _DIGEST_MARK = b"\ntfkfac sha256 "
 _NUM_HEX_DIGITS = 64
 _CHUNK_BYTES = 2**20
-# Entries of an optimizer's description that may differ from a backup: results
-# of other entries, settings without effect on the training, and settings for
-# which loading converts the state.
+# Entries of an optimizer's description that may differ from a backup: derived
+# from other entries, without effect on the training, or settings for which
+# loading converts the state.
 _MAY_DIFFER = {
     "TensorFlow and Keras",
     "argument accelerator_fraction",
@@ -402,7 +402,7 @@ def _parse_name(name: str) -> tuple[int, int]:
 def _check_backup(
     path: pathlib.Path, settings: dict[str, Any]
 ) -> dict[str, str]:
-    """Return a "checksum", a "fault", or the reason of a "refusal"."""
+    """Return {"checksum": digest}, else {"fault" or "refusal": reason}."""
     try:
         size = path.stat().st_size - len(_DIGEST_MARK) - _NUM_HEX_DIGITS
         with path.open("rb") as content:

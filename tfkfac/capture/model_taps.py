@@ -91,7 +91,8 @@ class TraceLists(Generic[N]):
     """Lists of recorded objects, one for each trace and replica."""
 
     def __init__(self) -> None:
-        # A graph stores its objects, so that no other trace uses their tensors.
+        # Lists of eager calls. A graph has its own lists, so that no other
+        # trace uses their tensors.
         self._eager: _Store = {}
 
     def current(self, replica: int | None = None) -> list[N]:

@@ -124,7 +124,10 @@ def walk(
 def matching(
     name: str, rules: Sequence[LayerRule], nodes: Sequence[Node], model: str
 ) -> set[int]:
-    """Ids of layers that rules match, and sublayers; every rule must match."""
+    """Return ids of layers that rules match, and of their sublayers.
+
+    A rule that matches no layer is an error.
+    """
     result: set[int] = set()
     unused: list[LayerRule] = []
     for rule in rules:

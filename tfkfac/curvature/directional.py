@@ -195,8 +195,8 @@ def _are_separate(leaves: Sequence[Any]) -> bool | tf.Tensor:
     shapes = [tf.TensorShape(leaf.shape) for leaf in leaves]
     if len({shape[0] for shape in shapes} - {None}) > 1:
         return False
-    # Return a Python bool if possible: a model that needs another batch size
-    # then fails while it is traced, not when it runs.
+    # Return a Python bool if the shapes are static: a wrong batch size then
+    # fails in the trace, not at run time.
     if all(shape.is_fully_defined() for shape in shapes):
         return all(shapes[0][0] not in shape[1:] for shape in shapes)
     dynamic_shapes = [tf.shape(leaf) for leaf in leaves]

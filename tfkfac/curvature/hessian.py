@@ -144,7 +144,7 @@ def no_second_derivative(
         for operation in graph.get_operations():
             if operation.type == op_type:
                 for scope in operation.name.split("/"):
-                    # Keras 3.16 and later does not number the first scope.
+                    # Keras appends no number to the first scope from 3.16 on.
                     matches = {layer_name(scope), scope} & names
                     layers += sorted(matches, key=len)[:1]
     location = f"Layer '{layers[-1]}'" if layers else "An operation"

@@ -267,7 +267,7 @@ class SplitUpdate:
         return alpha * momentum * subspace.inverse_curvature(step.group.rank)
 
     def _scales_rate(self) -> bool:
-        """Return True if s may differ from 1, with SGD and `rate_clip > 1`."""
+        """Return True if the factor s of the rate may differ from 1."""
         inner = self.step.job.inner_optimizer
         return isinstance(inner, keras.optimizers.SGD) and self.rate_clip > 1
 

@@ -405,8 +405,8 @@ def _deviation(sums: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Return the standard deviation and the mean square of the labels.
 
     The deviation is about each output's mean. Without a variance, as for a
-    single row, use the root mean square; if this is 0, use 1. The mean square
-    of fewer than `_MIN_ROWS` rows is the largest number.
+    single row, use the root mean square; if this is 0, use 1. With fewer than
+    `_MIN_ROWS` rows the mean square is the largest float.
     """
     columns = (sums.shape[0] - 2) // 2
     squares, power, totals, means = tf.split(sums, [1, 1, columns, columns])

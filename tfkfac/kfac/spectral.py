@@ -159,7 +159,7 @@ class Spectral(Natural):
         assert batch is not None and state.length is not None
         if batch.moments is None:
             return layers
-        # Use the spread of the labels and the mean weight.
+        # Multiply the unit by the mean weight and the spread of the labels.
         factor, deviations, step.output_changes = batch.moments.update(
             state.length.scale_sums, sums[-1]
         )
@@ -378,7 +378,8 @@ def orthogonal_factors(matrices: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 def extents(W: LayerGradient) -> tf.Tensor:
     """Return the largest absolute element of each row, then of each column.
 
-    For a product `a^T g`, return bounds that are zero if all products are.
+    For a product `a^T g`, return upper bounds, which are 0 only where all
+    products `|a| |g|` are.
     """
     if isinstance(W, RowGradient):
         a, g = tf.abs(W.a), tf.abs(W.g)

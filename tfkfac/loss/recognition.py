@@ -90,7 +90,7 @@ def recognize(call: LossCall, name: str | None = None) -> Likelihood:
     shapes = Shapes(*(tuple(shape[1:]) for shape in static))
     has_logits = logits_of(call.y_pred) is not None
     matches = keep_on(call.loss, _MATCHES, _Cache)
-    # Attributes of the loss, such as a factor, may change before `compile`.
+    # Key by numbers of the loss, which the user may change before `compile`.
     numbers = tuple(
         (key, value)
         for key, value in sorted(vars(call.loss).items())
@@ -197,7 +197,7 @@ class _Match:
         return Likelihood(self.name, unit, constant, spread, used, self.is_sum)
 
     def fit(self, sizes: Shapes, scales: Sequence[float]) -> tuple[Any, Any]:
-        """Compute u and h from examples of different scales."""
+        """Fit u and h of `loss = u nll + h` on examples of several scales."""
         if self.name == LOCATION:
             return 1.0, self._at_residuals(sizes, [0.0, 0.0])
         losses, nlls = self._examples(sizes, scales)

@@ -28,10 +28,10 @@ _OF_BITS = (BERNOULLI, BERNOULLI_LOGITS)
 
 
 def least_loss(losses: Sequence[LossTerms], replicas: int) -> tf.Tensor:
-    """Minimum of a replica's loss over all outputs, scaled as the loss.
+    """Return the minimum of a replica's loss over the model's outputs.
 
-    It is the entropy of the targets of a cross-entropy, or a constant of the
-    loss. Keras divides a mean by the number of replicas.
+    The minimum is the entropy of the targets of a cross-entropy, or a constant
+    of the loss. Like Keras, divide a mean by the number of replicas.
     """
     minima = [tf.zeros([], tf.float64)]
     for terms in losses:

@@ -72,7 +72,7 @@ def reason_to_ignore(
     Raises:
         ValueError: If this version does not know the format.
     """
-    keys = list(store.keys())  # a store is no real mapping
+    keys = list(store.keys())  # Keras' stores iterate by `keys` only
     if not all(map(_KEY.fullmatch, keys)):
         return "the file is of another optimizer"
     version: Any = "unknown"

@@ -143,7 +143,7 @@ class ScheduledOptimizer(KerasOptimizer):
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
-        """None: the inner optimizer accumulates, if any."""
+        """Always None: only the inner optimizer accumulates gradients."""
         return None
 
     @gradient_accumulation_steps.setter

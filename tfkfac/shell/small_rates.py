@@ -72,7 +72,7 @@ class RateCheck:
 
 @contextlib.contextmanager
 def restoring() -> Iterator[None]:
-    """Context without warnings: a saved rate may have fallen in training."""
+    """Context of loading, without warnings: a saved rate may have fallen."""
     token = _restoring.set(True)
     try:
         yield

@@ -58,7 +58,7 @@ class Step:
     finite: tf.Tensor = dataclasses.field(init=False)
     # Factor by which `multiply_unit` changed the unit.
     unit_factor: tf.Tensor | None = dataclasses.field(init=False, default=None)
-    # Increments of weights that replace the step if due.
+    # Increments by index of the weight; those that are due replace the step.
     output_changes: Changes = dataclasses.field(
         init=False, default_factory=dict
     )
