@@ -527,7 +527,7 @@ def test_reminder_and_timeout_contain_the_cause(
         contextlib.nullcontext() if answer is None else answering(port, answer),
         pytest.raises(TimeoutError) as caught,
     ):
-        wait_for_all(Cluster((f"{host}:{port}", ""), 1), 1.0)
+        wait_for_all(Cluster((f"{host}:{port}", ""), 1), 1.5)
     assert re.search(f"Last cause: .*{cause}", str(caught.value))
     lines = capsys.readouterr().err.splitlines()
     assert cause in lines[0]
