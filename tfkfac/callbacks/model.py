@@ -125,9 +125,7 @@ def _supervise(
             stack.enter_context(as_errors())
             if watch is not None:
                 stack.enter_context(strategy.stall_detector.training())
-            # Last to first: forget the plan; the rate is then the peak.
-            stack.callback(optimizer.plan.in_fit.assign, 0)
-            stack.callback(optimizer.plan.begin, 0, 0)
+            stack.callback(optimizer.plan.end_fit)
             for callback in callbacks:
                 if isinstance(callback, contextlib.AbstractContextManager):
                     stack.enter_context(callback)

@@ -208,7 +208,7 @@ def before_first_call(
 
     def call(_: Below, /, *args: Any, **kwargs: Any) -> Any:
         try:
-            # Remove the hook after `action`, which may add the hook again.
+            # Remove the hook last: `action` may have added the hook again.
             action()
         finally:
             forget_first_call(layer)

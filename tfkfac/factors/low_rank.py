@@ -7,6 +7,7 @@ approximation `Y (Omega^T Y)^-1 Y^T` recovers the leading part of the spectrum
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -30,10 +31,7 @@ def probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
     """
 
     def compute() -> tf.Tensor:
-        # The legacy generator draws equal numbers in all NumPy versions.
-        rng = np.random.RandomState(0)
-        signs = (2 * rng.randint(2, size=size) - 1).astype(np.int8)
-        frequencies = 1 + rng.permutation(size - 1)[:rank].astype(np.int64)
+        signs, frequencies = _random_transform(size, rank)
         # Compute the angles in integers: float32 cannot represent the products.
         odd = tf.expand_dims(tf.range(1, 2 * size, 2, tf.int64), 1)
         steps = odd * frequencies
@@ -42,6 +40,16 @@ def probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
         return scale * tf.cos(angles)
 
     return once_per_graph(("probes", size, rank, dtype), compute)
+
+
+@functools.lru_cache(maxsize=256)
+def _random_transform(size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draw a sign per row and a frequency per column of the test matrix."""
+    # Use the legacy generator: its numbers are equal in all NumPy versions.
+    rng = np.random.RandomState(0)
+    signs = 2 * rng.randint(2, size=size) - 1
+    frequencies = 1 + rng.permutation(size - 1)[:rank]
+    return signs.astype(np.int8), frequencies.astype(np.int64)
 
 
 def nystroem_half(

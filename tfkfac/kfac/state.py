@@ -257,11 +257,11 @@ class State(Tracked):
         ]
         if self.length is not None:
             entries += self.length.entries()
-        by_owner = Spread.REPLICATED if plan.shares_clocks else Spread.OWNED
+        count_spread = Spread.REPLICATED if plan.shares_clocks else Spread.OWNED
         for i in range(len(placement.blocks)):
             if plan.observes(rank, i):
-                entries.append(counters.entry("observed", i, by_owner))
-                entries.append(counters.entry("decomposed", i, by_owner))
+                entries.append(counters.entry("observed", i, count_spread))
+                entries.append(counters.entry("decomposed", i, count_spread))
             if plan.owns(rank, i):
                 entries.append(counters.entry("rejected", i, Spread.OWNED))
             if plan.preconditions(rank, i):

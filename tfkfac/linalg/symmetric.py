@@ -175,26 +175,25 @@ def pack(matrix: tf.Tensor) -> tf.Tensor:
     """Pack upper triangles of `(..., n, n)` in a vector (KAISA, sec. 4.3)."""
     size = matrix.shape[-1]
     flat = tf.reshape(matrix, [-1, size * size])
-    return tf.reshape(tf.gather(flat, _pack_indices(size), axis=1), [-1])
+    return tf.reshape(tf.gather(flat, _triangle(size)[0], axis=1), [-1])
 
 
 def unpack(vector: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
     """Unpack the result of `pack` to symmetric matrices `(..., n, n)`."""
     size = shape[-1]
     flat = tf.reshape(vector, [-1, size * (size + 1) // 2])
-    return tf.reshape(tf.gather(flat, _unpack_indices(size), axis=1), shape)
+    return tf.reshape(tf.gather(flat, _triangle(size)[1], axis=1), shape)
 
 
 @functools.lru_cache(maxsize=256)
-def _pack_indices(size: int) -> np.ndarray:
-    """Indices of the upper triangle in a flattened matrix."""
+def _triangle(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices between a flattened matrix and its packed upper triangle.
+
+    Returns the index in the matrix of each packed element, and the index in the
+    packed triangle of each element of the matrix.
+    """
     rows, columns = np.triu_indices(size)
-    return (rows * size + columns).astype(np.int32)
-
-
-@functools.lru_cache(maxsize=256)
-def _unpack_indices(size: int) -> np.ndarray:
-    """Index in the packed triangle of each element of a flattened matrix."""
-    indices = np.zeros((size, size), np.int32)
-    indices[np.triu_indices(size)] = np.arange(size * (size + 1) // 2)
-    return (np.triu(indices) + np.triu(indices, 1).T).reshape(-1)
+    packed = (rows * size + columns).astype(np.int32)
+    places = np.zeros((size, size), np.int32)
+    places[rows, columns] = places[columns, rows] = np.arange(len(rows))
+    return packed, places.reshape(-1)

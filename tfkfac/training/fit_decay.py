@@ -52,6 +52,11 @@ class RunPlan(Slots):
         self.begin(update, num_left, int(self.epochs.numpy()), steps)
         self.scale.assign(fraction)
 
+    def end_fit(self) -> None:
+        """Forget the plan, so that the rate is the peak outside of `fit`."""
+        self.begin(0, 0)
+        self.in_fit.assign(0)
+
     @property
     def end(self) -> int | None:
         """Number of updates at the end of the run; None if unknown."""
