@@ -22,7 +22,7 @@ import large_batches
 import other_optimizers
 import time_to_target
 from common import canvases, data
-from targets import plan, recording, results, study
+from targets import equal, plan, recording, report, results, study
 from targets.methods import keras_decay
 from targets.run import Run
 
@@ -152,6 +152,55 @@ def test_the_quickest_of_equal_settings_is_chosen() -> None:
     half = record(4.0, 0.85, batch=250, share=0.5)
     best = plan.best_setting([*records, half], 0.2)
     assert best is not None and best.share == 0.5
+
+
+# -------------------------------------------------------------- equal seconds
+def test_equal_seconds() -> None:
+    """`KFAC()` takes twice Adam's 10 s, and 95 % of Muon's 21 s.
+
+    So Adam trains for twice the epochs, with the best rate for these, and
+    Muon for equal epochs. The better of the two decides.
+    """
+    usual = {"phase": "final", "problem": "vae", "size": "full"}
+    usual |= {"data": "digits", "rest": None, "decay": 0.0, "batch": 125}
+    shared = {"share": 1.0, "seed": -1}
+    settings = [
+        Run(method=method, rate=rate, **usual, **shared)
+        for method, rate in (("adam", 0.01), ("muon", 0.1), ("kfac", None))
+    ]
+    ends = {"kfac": 1.0, "adam": 3.0, "muon": 2.0}
+    seconds = {"kfac": 20.0, "adam": 10.0, "muon": 21.0}
+    records: list[Any] = []
+    asked: list[tuple[str, str, float | None, float]] = []
+    for stage in equal.EqualSeconds(settings, (5, 6)).stages(records):
+        for run in stage:
+            asked.append((run.phase, run.method, run.rate, run.share))
+            # The held-out loss is lowest at half of the rate.
+            end = run.rate and abs(run.rate - 0.005)
+            if run.phase == "final":
+                end = ends[run.method] + 0.01 * run.seed - 2.5 * (run.share > 1)
+            time = run.share * seconds[run.method]
+            curve = {"cpu_seconds": [time], "metric": [end]}
+            run_fields = {**run.__dict__}
+            records.append(
+                {"run": run_fields, "curve": curve, "environment": 0}
+            )
+    assert asked[:6:2] == [
+        ("final", "adam", 0.01, 1.0),
+        ("final", "muon", 0.1, 1.0),
+        ("final", "kfac", None, 1.0),
+    ]
+    searched = [rate for phase, _, rate, _ in asked if phase == "search"]
+    assert searched == [0.01, 0.005, 0.02, 0.005, 0.0025, 0.01]
+    assert asked[-2:] == 2 * [("final", "adam", 0.005, 2.0)]
+    assert len(asked) == 6 + 6 + 2
+    pairs = list(report.equal_seconds(records))
+    assert [(p.baseline.method, p.end) for p in pairs] == [
+        ("adam", "less"), ("adam", "more"), ("muon", "less")
+    ]  # fmt: skip
+    assert "better than the best tuned baseline on **0 of 1" in (
+        report.equal_headline(pairs)
+    )
 
 
 # ----------------------------------------------------------- large_batches.py

@@ -88,7 +88,7 @@ def make_plan(options: argparse.Namespace) -> Plan | EqualSeconds:
         else:
             print(f"Left out: {name}, which needs {problem.needs}")
     if options.equal_seconds:
-        methods = options.method or ("muon", "kfac")
+        methods = options.method or ("adam", "muon", "kfac")
         settings = sorted(
             known_settings(problems, methods),
             key=lambda run: [*problems].index(run.problem),

@@ -1,9 +1,9 @@
 """Baselines that train for the processor seconds of `KFAC()`.
 
-Batches, weight decays and first rates are those of docs/trainings.json. The
-epochs of a baseline are multiplied by the ratio of the processor seconds at
-equal epochs. These are seconds of trainings there by one command, on one
-machine. Then the rate is searched again on held-out training data.
+Batches, weight decays and first rates are those of docs/trainings.json. First
+all methods train for equal epochs, by one command on one machine. Then the
+epochs of a baseline are multiplied by the ratio of the processor seconds, and
+its rate is searched again on held-out training data.
 """
 
 import dataclasses
@@ -15,43 +15,53 @@ from targets.results import of_one_command, seconds_of, settings_of
 from targets.run import FINAL, SEARCH, Run
 from targets.study import TRAININGS, Record, Records
 
-
-def final_trainings() -> list[Record]:
-    """Return the final trainings at full size of docs/trainings.json."""
-    return [
-        record
-        for record in Records(TRAININGS).runs
-        if record["run"]["phase"] == FINAL and record["run"]["size"] == "full"
-    ]
+# A ratio of processor seconds within 10 % of 1 counts as equal.
+TOLERANCE = 0.1
 
 
 def known_settings(
     data: Mapping[str, str], methods: Sequence[str]
 ) -> Iterator[Run]:
     """Yield the settings of the final trainings, on other data."""
-    for run in settings_of(final_trainings()):
+    final = [
+        record
+        for record in Records(TRAININGS).runs
+        if record["run"]["phase"] == FINAL and record["run"]["size"] == "full"
+    ]
+    for run in settings_of(final):
         if run.problem in data and run.method in methods:
             yield dataclasses.replace(run, data=data[run.problem])
 
 
-def share_of_epochs(baseline: Run) -> float:
+def share_of_epochs(baseline: Run, records: Sequence[Record]) -> float:
     """Return the epochs that take the seconds of `KFAC()`, over the baseline's.
 
+    A search that `records` has fixes the ratio: more seeds do not change it.
+
     Raises:
-        ValueError: If no command of docs/trainings.json trained both.
+        ValueError: If no command trained both.
     """
-    known = [
+    of_problem = [
         record
-        for record in final_trainings()
+        for record in records
         if record["run"]["problem"] == baseline.problem
     ]
+    for record in of_problem:
+        run = Run(**record["run"])
+        if (run.phase, run.method) == (SEARCH, baseline.method):
+            return run.share
+    final = [
+        record
+        for record in of_problem
+        if record["run"]["phase"] == FINAL and record["run"]["share"] == 1
+    ]
     pair = KFAC, baseline.method
-    known = of_one_command(known, pair)
-    groups = [[r for r in known if r["run"]["method"] == m] for m in pair]
+    timed = of_one_command(final, pair)
+    groups = [[r for r in timed if r["run"]["method"] == m] for m in pair]
     if not all(groups):
         raise ValueError(
-            f"{baseline.problem}: no command of docs/trainings.json trained "
-            f"both {KFAC} and {baseline.method}: seconds are not comparable"
+            f"{baseline.problem}: no command trained both {KFAC} and "
+            f"{baseline.method}: seconds are not comparable"
         )
     return float(f"{seconds_of(groups[0]) / seconds_of(groups[1]):.3g}")
 
@@ -70,24 +80,19 @@ class EqualSeconds:
 
     def stages(self, records: Sequence[Record]) -> Iterator[list[Run]]:
         """Yield the trainings of each stage, see `Plan.stages`."""
-        shares = {
-            run: share_of_epochs(run)
-            for run in self.settings
-            if is_baseline(run.method)
-        }
         for run in self.settings:
             yield self._with_seeds(run)
-        for run, share in shares.items():
-            if share > 1:  # else equal epochs take the seconds of `KFAC()`
-                yield from self._longer(run, share, records)
+        for run in filter(lambda run: is_baseline(run.method), self.settings):
+            share = share_of_epochs(run, records)
+            if abs(share - 1) > TOLERANCE:
+                run = dataclasses.replace(run, share=share)
+                yield from self._of_equal_seconds(run, records)
 
-    def _longer(
-        self, run: Run, share: float, records: Sequence[Record]
+    def _of_equal_seconds(
+        self, run: Run, records: Sequence[Record]
     ) -> Iterator[list[Run]]:
         """Yield the search of a rate, and the trainings with the best rate."""
-        best = dataclasses.replace(
-            run, phase=SEARCH, share=share, seed=SEARCH_SEED
-        )
+        best = dataclasses.replace(run, phase=SEARCH, seed=SEARCH_SEED)
         before = None
         while best != before:
             before, rate = best, best.rate or 0.0

@@ -274,7 +274,7 @@ class Pair(NamedTuple):
 
 
 def equal_seconds(records: Iterable[Record]) -> Iterator[Pair]:
-    """Yield the comparisons of a problem, the longest training last."""
+    """Yield the comparisons of a problem: equal epochs, then equal seconds."""
     found = [record for record in records if record["run"]["phase"] == FINAL]
     groups = settings_of(found)
     ends = {run: finals(group) for run, group in groups.items()}
@@ -285,7 +285,7 @@ def equal_seconds(records: Iterable[Record]) -> Iterator[Pair]:
             for run in groups
             if is_baseline(run.method) and run.problem == kfac.problem
         ]
-        for run in sorted(rivals, key=lambda run: run.share):
+        for run in sorted(rivals, key=lambda run: (run.method, run.share != 1)):
             pairs = zip(ends[kfac], ends[run], strict=True)
             losses = [loss_of(kfac, a) - loss_of(run, b) for a, b in pairs]
             yield Pair(kfac, run, ends, seconds, judge(losses))
@@ -312,24 +312,26 @@ def equal_table(pairs: Sequence[Pair]) -> Table:
 
 def equal_headline(pairs: Sequence[Pair]) -> str:
     """Return how often `KFAC()` ends better at equal seconds."""
-    last = {pair.kfac.problem: pair for pair in pairs}
+    # The last training of each method is that of equal seconds.
+    last: dict[str, dict[str, Pair]] = defaultdict(dict)
+    for pair in pairs:
+        last[pair.kfac.problem][pair.baseline.method] = pair
     if not last:
         return ""
-    counts = Counter(pair.end for pair in last.values())
+
+    def loss(pair: Pair) -> float:
+        ends = pair.ends[pair.baseline]
+        return statistics.fmean(loss_of(pair.baseline, end) for end in ends)
+
+    best = [min(group.values(), key=loss) for group in last.values()]
+    counts = Counter(pair.end for pair in best)
     others = [name for name in FULL_PROBLEMS if name not in last]
-    worse = [
-        f"; {title(pair.baseline.method)} took "
-        f"{pair.seconds[pair.baseline] / pair.seconds[pair.kfac]:.1f} times "
-        f"the seconds on: {name}"
-        for name, pair in last.items()
-        if pair.end == "more"
-    ]
     return (
         "At **equal processor seconds**, with nothing chosen, `KFAC()` ends "
         f"better than the best tuned baseline on **{counts['less']} of "
         f"{len(last)} problems**, level on {counts[TIE]}, worse on "
-        f"{counts['more']} (three seeds that chose nothing{''.join(worse)}; "
-        f"not run: {', '.join(others) or 'none'}). "
+        f"{counts['more']} (three seeds that chose nothing; not run: "
+        f"{', '.join(others) or 'none'}). "
     )
 
 
