@@ -164,7 +164,7 @@ def test_against_dense_matrices(name: str, offset: int | None) -> None:
     D, terms = flat(directions), ROWS if case.summed else 1
     kernels = np.stack([d[0].ravel() for d in directions])
     want = terms * D @ matrix @ D.T + 0.6 / 3 * kernels @ kernels.T
-    np.testing.assert_allclose(got, want / 2, rtol=1e-6)
+    np.testing.assert_allclose(got.matrix, want / 2, rtol=1e-6)
 
 
 N = 8

@@ -83,6 +83,11 @@ def test_layers(case: str) -> None:
 
 
 def form(model: Any, vectors: Array, x: Any, y: Any) -> Array:
+    """The matrix of `whole_form`."""
+    return np.asarray(whole_form(model, vectors, x, y).matrix)
+
+
+def whole_form(model: Any, vectors: Array, x: Any, y: Any) -> Any:
     """`gauss_newton_form` with the rows of a matrix as directions."""
     variables = model.trainable_variables
 
@@ -97,7 +102,7 @@ def form(model: Any, vectors: Array, x: Any, y: Any) -> Array:
             [[tf.constant(p) for p in split(model, v)] for v in vectors],
         )
 
-    return np.asarray(compute())
+    return compute()
 
 
 # Factories: a loss has the dtype of the backend at its creation.
@@ -121,6 +126,34 @@ def test_losses(case: str) -> None:
     randomize(model)
     model.compile("sgd", loss())
     assert_agrees(model, inputs((3,)), y, weights)
+
+
+def test_slopes_at_the_outputs() -> None:
+    """Squares of the slopes; absolute errors have no second derivative."""
+    start = keras.Input((3,))
+    h = layers.Dense(4, "tanh")(start)
+    model = keras.Model(start, [layers.Dense(2)(h), layers.Dense(3)(h)])
+    randomize(model)
+    model.compile("sgd", ["mae", SPARSE()], loss_weights=[2.0, 3.0])
+    x, y = inputs((3,)), [noise(ROWS, 2), LABELS]
+    model.compute_loss(x, y, model(x))  # builds the loss
+    vectors = noise(2, weight_count(model))
+    got = whole_form(model, vectors, x, y)
+
+    def outputs() -> Array:
+        return np.concatenate([np.asarray(z) for z in model(x)], 1)
+
+    tangents = differences(model, outputs, vectors, 1e-6)
+    tangents = tangents.reshape(2, ROWS, 5)
+    z = outputs()
+    p = np.exp(z[:, 2:]) / np.exp(z[:, 2:]).sum(1, keepdims=True)
+    slopes = np.concatenate(
+        [2 * np.sign(z[:, :2] - y[0]) / 2, 3 * (p - ONE_HOT)], 1
+    )
+    squares = (slopes / ROWS * tangents) ** 2
+    np.testing.assert_allclose(got.slopes, squares.sum((1, 2)), rtol=1e-6)
+    linear = squares[..., :2].sum((1, 2))
+    np.testing.assert_allclose(got.linear, linear, rtol=1e-6)
 
 
 def test_several_inputs_and_outputs() -> None:

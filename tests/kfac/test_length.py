@@ -25,6 +25,7 @@ def take_steps(
     labels: float = 1.0,
     updates: int = 400,
     is_recurrent: bool = False,
+    q: float = 0.0,
     **options: Any,
 ) -> tuple[Array, list[int]]:
     """Take a step for each value of `D^T F D`.
@@ -40,9 +41,9 @@ def take_steps(
     ]
     for step, form in enumerate(forms, 1):
 
-        def curvature(step: int = step, form: float = form) -> tf.Tensor:
+        def curvature(step: int = step, form: float = form) -> Any:
             computed.append(step)
-            return tf.constant(form, tf.float64)
+            return tf.constant(form, tf.float64), tf.constant(q, tf.float64)
 
         total = tf.constant(updates, tf.int64)
         rate = rule.rate(*numbers, curvature, total, **options)
@@ -114,6 +115,37 @@ def test_ratio_remembers_large_values() -> None:
         kappa = min(step / 10, 1) * 0.45
         want.append(kappa / np.sqrt(ratio * sum(SQUARES)))
     np.testing.assert_allclose(take_steps(forms)[0], want, rtol=1e-12)
+
+
+def test_losses_that_are_linear_in_the_outputs() -> None:
+    """For their part of the slope, rho is that of the factors, 1.
+
+    Also beside a penalty or a cross-entropy, whose forms are far smaller.
+    """
+    rates, _ = take_steps([0.0, 0.5 * sum(SQUARES)], q=0.75)
+    want = 0.45 / np.sqrt(np.array([0.75, 1.25]) * sum(SQUARES))
+    np.testing.assert_allclose(rates, want * [0.1, 0.2], rtol=1e-12)
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    for penalty, scale in ((None, None), (1e-6, None), (None, 1e4)):
+        regularizer = penalty and keras.regularizers.L2(penalty)
+        inputs = keras.Input((4,))
+        hidden = layers.Dense(4, "tanh", kernel_regularizer=regularizer)(inputs)
+        outputs, losses, y = [layers.Dense(1)(hidden)], ["mae"], [x[:, :1]]
+        if scale is not None:
+            outputs.append(layers.Dense(2)(hidden))
+            losses.append(
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            )
+            y = [scale * y[0], np.arange(8) % 2]
+        model = keras.Model(inputs, outputs)
+        model.compile(tfkfac.KFAC(), losses, run_eagerly=True)
+        model.train_on_batch(x, y)
+        [state] = model.optimizer.method.states
+        ratio = float(state.length.ratio)
+        if penalty is None and scale is None:
+            assert ratio == 1
+        else:
+            assert ratio == pytest.approx(1, abs=0.01) and ratio != 1
 
 
 def test_steps_that_compute_the_form() -> None:

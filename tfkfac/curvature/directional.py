@@ -14,6 +14,7 @@ from tfkfac.compat.models import all_layers, has_keras_call
 from tfkfac.compat.overrides import keep_on
 from tfkfac.curvature.gauss_newton import (
     Direction,
+    Form,
     gauss_newton_form,
     symmetric_products,
 )
@@ -150,13 +151,13 @@ def directional_curvature(
     unit: tf.Tensor,
     total: Sum = tf.identity,
     replicas: int = 1,
-) -> tf.Tensor:
-    """Compute `d_i^T (J^T H J + R) d_j` for directions `d_i`.
+) -> Form:
+    """Compute `d_i^T (J^T H J + R) d_j` for directions `d_i`, see `Form`.
 
     J is the Jacobian of the inputs of the loss, H the Hessian of the loss with
     respect to these inputs, and R the Hessian of the weight regularizers.
-    Returns this replica's float64 term of a sum over the replicas, divided by
-    `unit`, the loss over the mean negative log-likelihood. `total` is a
+    Returns this replica's terms of sums over the replicas, the matrix divided
+    by `unit`, the loss over the mean negative log-likelihood. `total` is a
     differentiable sum over the replicas, for synchronised layers.
     """
     call, arguments, shares = inputs.call, inputs.arguments, inputs.shares
@@ -186,8 +187,9 @@ def directional_curvature(
         ]
         for tangent in tangents
     ]
-    form += symmetric_products(tangents, images) / replicas
-    return tf.math.divide_no_nan(form, tf.cast(unit, tf.float64))
+    matrix = form.matrix + symmetric_products(tangents, images) / replicas
+    matrix = tf.math.divide_no_nan(matrix, tf.cast(unit, tf.float64))
+    return form._replace(matrix=matrix)
 
 
 def _are_separate(leaves: Sequence[Any]) -> bool | tf.Tensor:

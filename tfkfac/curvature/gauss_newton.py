@@ -9,7 +9,7 @@ or sigmoid. H is positive semidefinite if the loss is convex in its inputs.
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -30,6 +30,20 @@ from tfkfac.loss.batch import replay_loss
 Direction = Sequence[tf.Tensor | None]
 
 
+class Form(NamedTuple):
+    """Gauss-Newton form of some directions, float64.
+
+    `t = J d` is a direction at the inputs of the loss, g the gradient there.
+    """
+
+    matrix: tf.Tensor
+    """`d_i^T J^T H J d_j`."""
+    slopes: tf.Tensor
+    """`sum (g t_i)^2` over the elements of the inputs."""
+    linear: tf.Tensor
+    """The part of `slopes` where `H t_i` is 0, as for absolute errors."""
+
+
 def gauss_newton_form(
     model: keras.Model,
     call: ForwardCall,
@@ -39,8 +53,8 @@ def gauss_newton_form(
     directions: Sequence[Direction],
     total: Sum = tf.identity,
     shares: Sequence[tf.Tensor] = (),
-) -> tf.Tensor:
-    """Compute the float64 matrix `d_i^T (J^T H J) d_j` for directions `d_i`.
+) -> Form:
+    """Compute `d_i^T (J^T H J) d_j` for directions `d_i`, see `Form`.
 
     Costs one forward pass, and about one forward pass per direction. `total` is
     a differentiable sum over the replicas, for synchronised layers. For other
@@ -59,7 +73,8 @@ def gauss_newton_form(
             slopes = inner.gradient(loss, reading.leaves)
         is_used = [slope is not None for slope in slopes]
         if not any(is_used):
-            return tf.zeros([len(directions)] * 2, tf.float64)
+            zeros = tf.zeros([len(directions)], tf.float64)
+            return Form(tf.linalg.diag(zeros), zeros, zeros)
         outputs, leaves, slopes = (
             list(itertools.compress(tensors, is_used))
             for tensors in (reading.outputs, reading.leaves, slopes)
@@ -91,7 +106,22 @@ def gauss_newton_form(
                 outer.gradient(slopes, leaves, x, unconnected_gradients="zero")
                 for x in tangents
             ]
-    return symmetric_products(tangents, images)
+        squares = [
+            [tf.square(tf.cast(g * t, tf.float64)) for g, t in pairs]
+            for pairs in (zip(slopes, x, strict=True) for x in tangents)
+        ]
+        is_zero = [[tf.equal(image, 0) for image in x] for x in images]
+        linear = [
+            [tf.where(flags, x, 0) for flags, x in zip(*pair, strict=True)]
+            for pair in zip(is_zero, squares, strict=True)
+        ]
+    matrix = symmetric_products(tangents, images)
+    return Form(matrix, _sums(squares), _sums(linear))
+
+
+def _sums(tensors: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
+    """Return the sum of the elements of each list of tensors."""
+    return tf.stack([tf.add_n(list(map(tf.reduce_sum, x))) for x in tensors])
 
 
 class Reading:

@@ -17,12 +17,15 @@ losses. For other losses, sigma is 1. `|Q|^2` is the squared length of D in the
 metric of K-FAC. The sum is over the blocks, or over all matrices of a model
 without blocks, and
 
-    rho = max(new, 0.9 rho + 0.1 new),   new = |D^T F D| / sum |Q|^2
+    rho = max(new, 0.9 rho + 0.1 new),   new = |D^T F D| / sum |Q|^2 + q
 
 corrects the length of all D, including those of matrices without a block, by
 the Gauss-Newton matrix F of a quarter of the batch, or of the whole batch if
 the model may depend on the batch size. With micro-batches, F uses examples of
-the last micro-batch: as many as a quarter of the large batch has, or all. So
+the last micro-batch: as many as a quarter of the large batch has, or all. F is
+zero for losses that are linear in the outputs, such as absolute errors. q is
+their part in `sum (g J D)^2`, with the gradients g at the outputs: for this
+part, the factors alone estimate the curvature. So
 kappa is the square root of about twice the change of the predictions in nats.
 `w = min(1, t / 10)` in step t: the first factors are rough.
 
@@ -104,7 +107,7 @@ class SpectralLength(Slots):
         square: tf.Tensor,
         excess: tf.Tensor,
         labels: tf.Tensor,
-        curvature: Callable[[], tf.Tensor],
+        curvature: Callable[[], tuple[tf.Tensor, tf.Tensor]],
         updates: tf.Tensor,
         power: float | None = None,
         vanishes: bool = False,
@@ -115,7 +118,7 @@ class SpectralLength(Slots):
             square: `sum |Q|^2`.
             excess: `L - H`.
             labels: n.
-            curvature: Returns `D^T F D`, 0 if it is unknown.
+            curvature: Returns `D^T F D` and q, 0 if they are unknown.
             updates: T.
             power: Exponent of sigma; None for sigma = 1.
             vanishes: True if all gradients vanish where `L - H` is 0.
@@ -129,7 +132,7 @@ class SpectralLength(Slots):
             share = tf.where(share < 1, share, 1)  # also if it is NaN
         is_full = share >= 1
         # `curvature` has collectives, so `due` must be equal on all replicas.
-        when(due, lambda: self._update_ratio(curvature(), square, is_full))
+        when(due, lambda: self._update_ratio(*curvature(), square, is_full))
         # Use 0 if the loss is not finite; the gradients may still be finite.
         excess = tf.where(tf.math.is_finite(excess), tf.maximum(excess, 0), 0)
         c = tf.minimum(_SHORT_RUN / tf.cast(updates, tf.float64), 1.0)
@@ -152,17 +155,21 @@ class SpectralLength(Slots):
         return share * tf.clip_by_value(rate, f * c, _MAX_RATE)
 
     def _update_ratio(
-        self, form: tf.Tensor, square: tf.Tensor, is_full: tf.Tensor
+        self,
+        form: tf.Tensor,
+        q: tf.Tensor,
+        square: tf.Tensor,
+        is_full: tf.Tensor,
     ) -> None:
-        """Update rho from `D^T F D` (`form`) and `sum |Q|^2` (`square`).
+        """Update rho from `D^T F D` (`form`), q and `sum |Q|^2` (`square`).
 
-        Keep rho if the step is shortened (not `is_full`). Ignore a form of 0:
-        all sample weights are 0, or the loss has no second derivative.
-        The form of a concave loss, such as Dice, is negative.
+        Keep rho if the step is shortened (not `is_full`). Ignore zeros: all
+        sample weights are 0, or the form is unknown. The form of a concave
+        loss, such as Dice, is negative.
         """
         form = tf.abs(form)
-        usable = tf.math.is_finite(form) & (form > 0) & is_full
-        new = tf.math.divide_no_nan(form, square)
+        usable = tf.math.is_finite(form + q) & (form + q > 0) & is_full
+        new = tf.math.divide_no_nan(form, square) + q
         new = tf.maximum(new, _MIN_RATIO)
         old = tf.where(tf.equal(self.steps, 1), new, self.ratio)
         average = tf.maximum(new, _MEMORY * old + (1 - _MEMORY) * new)

@@ -66,8 +66,8 @@ class Batch(NamedTuple):
 
     labels: tf.Tensor
     """Number of labels of a term, weighted by the share of this replica."""
-    curvature: Callable[[Gradients], tf.Tensor]
-    """Returns `D^T F D` of a direction in the unit u; 0 if it is unknown."""
+    curvature: Callable[[Gradients], tuple[tf.Tensor, tf.Tensor]]
+    """Returns `D^T F D` of a direction in the unit u, and q; 0 if unknown."""
     power: float | None
     """Exponent of sigma; None for sigma = 1."""
     vanishes: bool
@@ -102,8 +102,8 @@ class Batch(NamedTuple):
             total = step.group.differentiable_sum
         calls = ForwardTap.open(job.model).pop_items()
 
-        def curvature(directions: Gradients) -> tf.Tensor:
-            form = tf.zeros([], tf.float64)
+        def curvature(directions: Gradients) -> tuple[tf.Tensor, tf.Tensor]:
+            values = tf.zeros([3], tf.float64)
             try:
                 if step.batch.arguments:
                     inputs = LossInputs.of(job.model, step.batch, loss, calls)
@@ -120,7 +120,9 @@ class Batch(NamedTuple):
                         loss.unit,
                         total,
                         replicas,
-                    )[0, 0]
+                    )
+                    matrix, slopes, linear = form
+                    values = tf.stack([matrix[0, 0], slopes[0], linear[0]])
             except Exception as error:  # the model may not allow a second call
                 advise(
                     f"Optimizer '{job.name}' cannot compute the curvature of "
@@ -132,8 +134,9 @@ class Batch(NamedTuple):
                     "no curvature",  # one warning, also for other reasons
                 )
             # All replicas run this all-reduce, also where the result is 0.
-            (form,) = step.group.all_reduce([form])
-            return form
+            (values,) = step.group.all_reduce([values])
+            total_form, slope, linear_slope = tf.unstack(values)
+            return total_form, tf.math.divide_no_nan(linear_slope, slope)
 
         power = None
         names = {terms.likelihood.name for terms in loss.losses}

@@ -242,10 +242,10 @@ class Spectral(Natural):
         else:
             measure, unit_factor = batch.curvature, step.unit_factor
 
-            def curvature() -> tf.Tensor:
+            def curvature() -> tuple[tf.Tensor, tf.Tensor]:
                 factor = tf.ones([], tf.float64)
-                form = measure(replace_gradients(directions, factor, plain))
-                return form if unit_factor is None else form / unit_factor
+                form, q = measure(replace_gradients(directions, factor, plain))
+                return form if unit_factor is None else form / unit_factor, q
 
             excess, labels, *_ = (tf.cast(x, tf.float64) for x in sums)
             factor = state.length.rate(
