@@ -150,10 +150,14 @@ def test_slopes_at_the_outputs() -> None:
     slopes = np.concatenate(
         [2 * np.sign(z[:, :2] - y[0]) / 2, 3 * (p - ONE_HOT)], 1
     )
-    squares = (slopes / ROWS * tangents) ** 2
-    np.testing.assert_allclose(got.slopes, squares.sum((1, 2)), rtol=1e-6)
-    linear = squares[..., :2].sum((1, 2))
-    np.testing.assert_allclose(got.linear, linear, rtol=1e-6)
+    squares = np.sum((slopes / ROWS * tangents) ** 2, 1)
+    want = np.stack([squares[:, :2].sum(1), squares[:, 2:].sum(1)], 1)
+    np.testing.assert_allclose(got.squared_slopes, want, rtol=1e-6)
+    np.testing.assert_array_equal(got.curvatures[:, 0], [0, 0])
+    t = tangents[..., 2:]
+    curved = 3 / ROWS * p * (t - np.sum(p * t, -1, keepdims=True))
+    want = np.sum(np.abs(t * curved), (1, 2))
+    np.testing.assert_allclose(got.curvatures[:, 1], want, rtol=1e-6)
 
 
 def test_several_inputs_and_outputs() -> None:

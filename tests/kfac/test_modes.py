@@ -385,10 +385,10 @@ def check_bytes(name: str, workers: list[Result]) -> None:
             assert products.elements == 2
             more = 2 * products.bytes
         if CASES[name].options.get("step") == "spectral":
-            # `D^T F D` and two sums of squared slopes, which are not reported:
-            # some steps do not compute them.
+            # `D^T F D`, and two sums of an output and of its logits. Not
+            # reported: some steps do not compute them.
             (form,) = late
-            assert form.elements == 3
+            assert form.elements == 5
             more = form.bytes
         assert not of("always", "BcastRecv")
         assert not of("decompose_group", "Reduce")

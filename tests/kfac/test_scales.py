@@ -256,3 +256,24 @@ def test_two_losses_of_one_layer() -> None:
     before, *_ = model.evaluate(X, y, verbose=0)
     model.fit(X, y, batch_size=40, epochs=3, verbose=0)
     assert model.evaluate(X, y, verbose=0)[0] < before
+
+
+def test_sparse_gradients_beside_a_fit_of_outputs() -> None:
+    """The embedding does not move in the step that fits the outputs."""
+    x = np.random.default_rng(0).integers(12, size=(16, 5))
+    y = 1e4 + x.sum(1, keepdims=True)
+    weights = []
+    for eager in (False, True):
+        keras.utils.set_random_seed(0)
+        table = layers.Embedding(12, 4)
+        stack = [keras.Input((5,)), table, layers.Flatten(), layers.Dense(1)]
+        model = keras.Sequential(stack)
+        model.compile(tfkfac.KFAC(), "mse", run_eagerly=eager)
+        before = table.get_weights()
+        model.train_on_batch(x, y)
+        np.testing.assert_array_equal(table.get_weights(), before)
+        model.train_on_batch(x, y)
+        assert np.abs(table.get_weights()[0] - before[0]).max() > 0
+        weights.append(model.get_weights())
+    for graph, plain in zip(*weights, strict=True):
+        np.testing.assert_allclose(graph, plain, rtol=1e-4)

@@ -14,7 +14,7 @@ from tfkfac.compat.models import all_layers, has_keras_call
 from tfkfac.compat.overrides import keep_on
 from tfkfac.curvature.gauss_newton import (
     Direction,
-    Form,
+    GaussNewtonForm,
     gauss_newton_form,
     symmetric_products,
 )
@@ -151,14 +151,15 @@ def directional_curvature(
     unit: tf.Tensor,
     total: Sum = tf.identity,
     replicas: int = 1,
-) -> Form:
-    """Compute `d_i^T (J^T H J + R) d_j` for directions `d_i`, see `Form`.
+) -> GaussNewtonForm:
+    """Compute the form along directions, with regularizers.
 
-    J is the Jacobian of the inputs of the loss, H the Hessian of the loss with
-    respect to these inputs, and R the Hessian of the weight regularizers.
-    Returns this replica's terms of sums over the replicas, the matrix divided
-    by `unit`, the loss over the mean negative log-likelihood. `total` is a
-    differentiable sum over the replicas, for synchronised layers.
+    Returns this replica's terms of sums over the replicas. The matrix is
+    `d_i^T (J^T H J + R) d_k / unit`, where J is the Jacobian of the inputs of
+    the loss, H the Hessian of the loss with respect to these inputs, R the
+    Hessian of the weight regularizers, and `unit` the loss over the mean
+    negative log-likelihood. The other fields have neither R nor `unit`.
+    `total` is a differentiable sum over the replicas, for synchronised layers.
     """
     call, arguments, shares = inputs.call, inputs.arguments, inputs.shares
     values = [tf.identity(v.value) for v in variables]
@@ -187,7 +188,8 @@ def directional_curvature(
         ]
         for tangent in tangents
     ]
-    matrix = form.matrix + symmetric_products(tangents, images) / replicas
+    matrix = form.matrix
+    matrix += symmetric_products(tangents, images) / replicas
     matrix = tf.math.divide_no_nan(matrix, tf.cast(unit, tf.float64))
     return form._replace(matrix=matrix)
 

@@ -8,7 +8,7 @@ or sigmoid. H is positive semidefinite if the loss is convex in its inputs.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -30,18 +30,19 @@ from tfkfac.loss.batch import replay_loss
 Direction = Sequence[tf.Tensor | None]
 
 
-class Form(NamedTuple):
-    """Gauss-Newton form of some directions, float64.
+class GaussNewtonForm(NamedTuple):
+    """Quadratic form along directions `d_i`, and its parts, in float64.
 
-    `t = J d` is a direction at the inputs of the loss, g the gradient there.
+    `t_i = J d_i` is the direction at the inputs of the loss. Its tensors are
+    numbered by j; `g_j` is the gradient of the loss there.
     """
 
     matrix: tf.Tensor
-    """`d_i^T J^T H J d_j`."""
-    slopes: tf.Tensor
-    """`sum (g t_i)^2` over the elements of the inputs."""
-    linear: tf.Tensor
-    """The part of `slopes` where `H t_i` is 0, as for absolute errors."""
+    """`d_i^T J^T H J d_k`."""
+    squared_slopes: tf.Tensor
+    """`sum (g_j t_ij)^2` over the elements, `(directions, inputs)`."""
+    curvatures: tf.Tensor
+    """`sum |t_ij (H t_i)_j|`: 0 if the loss is linear in input j."""
 
 
 def gauss_newton_form(
@@ -53,8 +54,8 @@ def gauss_newton_form(
     directions: Sequence[Direction],
     total: Sum = tf.identity,
     shares: Sequence[tf.Tensor] = (),
-) -> Form:
-    """Compute `d_i^T (J^T H J) d_j` for directions `d_i`, see `Form`.
+) -> GaussNewtonForm:
+    """Compute the form along directions.
 
     Costs one forward pass, and about one forward pass per direction. `total` is
     a differentiable sum over the replicas, for synchronised layers. For other
@@ -73,8 +74,11 @@ def gauss_newton_form(
             slopes = inner.gradient(loss, reading.leaves)
         is_used = [slope is not None for slope in slopes]
         if not any(is_used):
-            zeros = tf.zeros([len(directions)], tf.float64)
-            return Form(tf.linalg.diag(zeros), zeros, zeros)
+            count = len(directions)
+            none = tf.zeros([count, 0], tf.float64)
+            return GaussNewtonForm(
+                tf.zeros([count, count], tf.float64), none, none
+            )
         outputs, leaves, slopes = (
             list(itertools.compress(tensors, is_used))
             for tensors in (reading.outputs, reading.leaves, slopes)
@@ -106,22 +110,28 @@ def gauss_newton_form(
                 outer.gradient(slopes, leaves, x, unconnected_gradients="zero")
                 for x in tangents
             ]
-        squares = [
-            [tf.square(tf.cast(g * t, tf.float64)) for g, t in pairs]
-            for pairs in (zip(slopes, x, strict=True) for x in tangents)
-        ]
-        is_zero = [[tf.equal(image, 0) for image in x] for x in images]
-        linear = [
-            [tf.where(flags, x, 0) for flags, x in zip(*pair, strict=True)]
-            for pair in zip(is_zero, squares, strict=True)
-        ]
     matrix = symmetric_products(tangents, images)
-    return Form(matrix, _sums(squares), _sums(linear))
+    return GaussNewtonForm(
+        matrix,
+        tf.stack([_sums(tf.square, slopes, t) for t in tangents]),
+        tf.stack(
+            [_sums(tf.abs, *x) for x in zip(tangents, images, strict=True)]
+        ),
+    )
 
 
-def _sums(tensors: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
-    """Return the sum of the elements of each list of tensors."""
-    return tf.stack([tf.add_n(list(map(tf.reduce_sum, x))) for x in tensors])
+def _sums(
+    function: Callable[[tf.Tensor], tf.Tensor],
+    left: Sequence[tf.Tensor],
+    right: Sequence[tf.Tensor],
+) -> tf.Tensor:
+    """Return the sum of `function(x * y)` for each pair, float64."""
+    return tf.stack(
+        [
+            tf.reduce_sum(function(tf.cast(x * y, tf.float64)))
+            for x, y in zip(left, right, strict=True)
+        ]
+    )
 
 
 class Reading:

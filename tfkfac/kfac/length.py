@@ -22,10 +22,14 @@ without blocks, and
 corrects the length of all D, including those of matrices without a block, by
 the Gauss-Newton matrix F of a quarter of the batch, or of the whole batch if
 the model may depend on the batch size. With micro-batches, F uses examples of
-the last micro-batch: as many as a quarter of the large batch has, or all. F is
-zero for losses that are linear in the outputs, such as absolute errors. q is
-their part in `sum (g J D)^2`, with the gradients g at the outputs: for this
-part, the factors alone estimate the curvature. So
+the last micro-batch: as many as a quarter of the large batch has, or all.
+
+F is zero for losses that are linear in the outputs, such as absolute errors.
+For these the factors alone estimate the curvature:
+
+    q = (sum over linear losses of (g t)^2) / (sum over all losses of (g t)^2)
+
+with t the change of the outputs along D, and g the gradient at the outputs. So
 kappa is the square root of about twice the change of the predictions in nats.
 `w = min(1, t / 10)` in step t: the first factors are rough.
 
@@ -118,7 +122,7 @@ class SpectralLength(Slots):
             square: `sum |Q|^2`.
             excess: `L - H`.
             labels: n.
-            curvature: Returns `D^T F D` and q, 0 if they are unknown.
+            curvature: Returns `D^T F D` and q; zeros if they are unknown.
             updates: T.
             power: Exponent of sigma; None for sigma = 1.
             vanishes: True if all gradients vanish where `L - H` is 0.
@@ -163,9 +167,9 @@ class SpectralLength(Slots):
     ) -> None:
         """Update rho from `D^T F D` (`form`), q and `sum |Q|^2` (`square`).
 
-        Keep rho if the step is shortened (not `is_full`). Ignore zeros: all
-        sample weights are 0, or the form is unknown. The form of a concave
-        loss, such as Dice, is negative.
+        Keep rho if the step is shortened (not `is_full`), or if the form and q
+        are 0: all sample weights are 0, or the curvature is unknown. The form
+        of a concave loss, such as Dice, is negative.
         """
         form = tf.abs(form)
         usable = tf.math.is_finite(form + q) & (form + q > 0) & is_full

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import keras
 import tensorflow as tf
+from keras import tree
 
 from tfkfac.blocks.statistics import Examples, Subsample
 from tfkfac.capture.model_taps import ForwardTap
@@ -67,7 +68,7 @@ class Batch(NamedTuple):
     labels: tf.Tensor
     """Number of labels of a term, weighted by the share of this replica."""
     curvature: Callable[[Gradients], tuple[tf.Tensor, tf.Tensor]]
-    """Returns `D^T F D` of a direction in the unit u, and q; 0 if unknown."""
+    """Returns `D^T F D` in the unit u, and q; zeros if they are unknown."""
     power: float | None
     """Exponent of sigma; None for sigma = 1."""
     vanishes: bool
@@ -103,7 +104,9 @@ class Batch(NamedTuple):
         calls = ForwardTap.open(job.model).pop_items()
 
         def curvature(directions: Gradients) -> tuple[tf.Tensor, tf.Tensor]:
-            values = tf.zeros([3], tf.float64)
+            # Two inputs of the loss for each output: itself and its logits.
+            size = 2 * len(tree.flatten(step.batch.arguments.get("y_pred")))
+            sums = tf.zeros([1 + 2 * size], tf.float64)
             try:
                 if step.batch.arguments:
                     inputs = LossInputs.of(job.model, step.batch, loss, calls)
@@ -121,8 +124,10 @@ class Batch(NamedTuple):
                         total,
                         replicas,
                     )
-                    matrix, slopes, linear = form
-                    values = tf.stack([matrix[0, 0], slopes[0], linear[0]])
+                    missing = [[0, size - form.curvatures.shape[1]]]
+                    parts = form.squared_slopes[0], form.curvatures[0]
+                    padded = [tf.pad(part, missing) for part in parts]
+                    sums = tf.concat([form.matrix[0], *padded], 0)
             except Exception as error:  # the model may not allow a second call
                 advise(
                     f"Optimizer '{job.name}' cannot compute the curvature of "
@@ -134,9 +139,13 @@ class Batch(NamedTuple):
                     "no curvature",  # one warning, also for other reasons
                 )
             # All replicas run this all-reduce, also where the result is 0.
-            (values,) = step.group.all_reduce([values])
-            total_form, slope, linear_slope = tf.unstack(values)
-            return total_form, tf.math.divide_no_nan(linear_slope, slope)
+            (sums,) = step.group.all_reduce([sums])
+            matrix, slopes, curvatures = tf.split(sums, [1, size, size])
+            linear = tf.where(tf.equal(curvatures, 0), slopes, 0)
+            q = tf.math.divide_no_nan(
+                tf.reduce_sum(linear), tf.reduce_sum(slopes)
+            )
+            return matrix[0], q
 
         power = None
         names = {terms.likelihood.name for terms in loss.losses}

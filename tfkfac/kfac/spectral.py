@@ -311,7 +311,14 @@ def fit_outputs(gradients: Gradients, step: Step, state: State) -> Gradients:
             matrix.reset()
         replaced = []
         for i in present:
-            gradient = tf.nest.map_structure(tf.zeros_like, gradients[i])
+            gradient = gradients[i]
+            if isinstance(gradient, tf.IndexedSlices):
+                zeros = tf.zeros_like(gradient.values)
+                gradient = tf.IndexedSlices(
+                    zeros, gradient.indices, gradient.dense_shape
+                )
+            else:
+                gradient = tf.zeros_like(gradient)
             if i in step.output_changes:
                 due, factor, offset = step.output_changes[i]
                 w = tf.convert_to_tensor(step.variables[i])
