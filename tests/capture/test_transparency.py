@@ -38,7 +38,8 @@ def test_compile_changes_nothing_of_the_model() -> None:
     want = model.predict(X, verbose=0)
     model.compile(tfkfac.KFAC(step="natural"), loss(), run_eagerly=True)
     assert model.get_config() == config
-    np.testing.assert_array_equal(model.predict(X, verbose=0), want)
+    # Rounding errors depend on the alignment of the tensors in memory.
+    np.testing.assert_allclose(model.predict(X, verbose=0), want, atol=1e-6)
     model.train_on_batch(X, Y)
     assert model.get_config() == config
     assert [v.path for v in model.weights] == names

@@ -118,9 +118,9 @@ def test_ratio_remembers_large_values() -> None:
 
 
 def test_losses_that_are_linear_in_the_outputs() -> None:
-    """For their part of the slope, rho is that of the factors, 1.
+    """rho is the form over `sum |Q|^2`, plus q, which is 1 for such losses.
 
-    Also beside a penalty or a cross-entropy, whose forms are far smaller.
+    Penalties and the losses of other outputs have a far smaller form here.
     """
     rates, _ = take_steps([0.0, 0.5 * sum(SQUARES)], q=0.75)
     want = 0.45 / np.sqrt(np.array([0.75, 1.25]) * sum(SQUARES))

@@ -161,20 +161,20 @@ def test_equal_seconds() -> None:
     So Adam trains for twice the epochs, with the best rate for these, and
     Muon for equal epochs. The better of the two decides.
     """
-    usual = {"phase": "final", "problem": "vae", "size": "full"}
-    usual |= {"data": "digits", "rest": None, "decay": 0.0, "batch": 125}
+    common = {"phase": "final", "problem": "vae", "size": "full"}
+    common |= {"data": "digits", "rest": None, "decay": 0.0, "batch": 125}
     shared = {"share": 1.0, "seed": -1}
     settings = [
-        Run(method=method, rate=rate, **usual, **shared)
+        Run(method=method, rate=rate, **common, **shared)
         for method, rate in (("adam", 0.01), ("muon", 0.1), ("kfac", None))
     ]
     ends = {"kfac": 1.0, "adam": 3.0, "muon": 2.0}
     seconds = {"kfac": 20.0, "adam": 10.0, "muon": 21.0}
     records: list[Any] = []
-    asked: list[tuple[str, str, float | None, float]] = []
+    requested: list[tuple[str, str, float | None, float]] = []
     for stage in equal.EqualSeconds(settings, (5, 6)).stages(records):
         for run in stage:
-            asked.append((run.phase, run.method, run.rate, run.share))
+            requested.append((run.phase, run.method, run.rate, run.share))
             # The held-out loss is lowest at half of the rate.
             end = run.rate and abs(run.rate - 0.005)
             if run.phase == "final":
@@ -185,15 +185,15 @@ def test_equal_seconds() -> None:
             records.append(
                 {"run": run_fields, "curve": curve, "environment": 0}
             )
-    assert asked[:6:2] == [
+    assert requested[:6:2] == [
         ("final", "adam", 0.01, 1.0),
         ("final", "muon", 0.1, 1.0),
         ("final", "kfac", None, 1.0),
     ]
-    searched = [rate for phase, _, rate, _ in asked if phase == "search"]
+    searched = [rate for phase, _, rate, _ in requested if phase == "search"]
     assert searched == [0.01, 0.005, 0.02, 0.005, 0.0025, 0.01]
-    assert asked[-2:] == 2 * [("final", "adam", 0.005, 2.0)]
-    assert len(asked) == 6 + 6 + 2
+    assert requested[-2:] == 2 * [("final", "adam", 0.005, 2.0)]
+    assert len(requested) == 6 + 6 + 2
     pairs = list(report.equal_seconds(records))
     assert [(p.baseline.method, p.end) for p in pairs] == [
         ("adam", "less"), ("adam", "more"), ("muon", "less")

@@ -95,8 +95,7 @@ class Batch(NamedTuple):
                 fraction `min(1, micro_batches / 4)` of the last one.
         """
         fraction = min(micro_batches * _BATCH_FRACTION, 1.0)
-        job, loss = step.job, step.loss
-        replicas = job.topology.replicas
+        job, loss, replicas = step.job, step.loss, step.job.topology.replicas
         labels = weighted(label_count(loss.losses) / replicas, loss.share)
         total: Sum = tf.identity
         if step.group.size > 1:
@@ -124,10 +123,10 @@ class Batch(NamedTuple):
                         total,
                         replicas,
                     )
-                    missing = [[0, size - form.curvatures.shape[1]]]
-                    parts = form.squared_slopes[0], form.curvatures[0]
-                    padded = [tf.pad(part, missing) for part in parts]
-                    sums = tf.concat([form.matrix[0], *padded], 0)
+                    parts = [form.squared_slopes[0], form.curvatures[0]]
+                    missing = [[0, 0], [0, size - form.curvatures.shape[1]]]
+                    padded = tf.reshape(tf.pad(parts, missing), [-1])
+                    sums = tf.concat([form.matrix[0], padded], 0)
             except Exception as error:  # the model may not allow a second call
                 advise(
                     f"Optimizer '{job.name}' cannot compute the curvature of "
@@ -141,10 +140,8 @@ class Batch(NamedTuple):
             # All replicas run this all-reduce, also where the result is 0.
             (sums,) = step.group.all_reduce([sums])
             matrix, slopes, curvatures = tf.split(sums, [1, size, size])
-            linear = tf.where(tf.equal(curvatures, 0), slopes, 0)
-            q = tf.math.divide_no_nan(
-                tf.reduce_sum(linear), tf.reduce_sum(slopes)
-            )
+            shares = tf.math.divide_no_nan(slopes, tf.reduce_sum(slopes))
+            q = tf.reduce_sum(tf.where(tf.equal(curvatures, 0), shares, 0))
             return matrix[0], q
 
         power = None

@@ -34,9 +34,9 @@ def known_settings(
 
 
 def share_of_epochs(baseline: Run, records: Sequence[Record]) -> float:
-    """Return the epochs that take the seconds of `KFAC()`, over the baseline's.
+    """Return the factor on the epochs that gives the seconds of `KFAC()`.
 
-    A search that `records` has fixes the ratio: more seeds do not change it.
+    It is that of an existing search: more seeds do not change it.
 
     Raises:
         ValueError: If no command trained both.
@@ -82,7 +82,9 @@ class EqualSeconds:
         """Yield the trainings of each stage, see `Plan.stages`."""
         for run in self.settings:
             yield self._with_seeds(run)
-        for run in filter(lambda run: is_baseline(run.method), self.settings):
+        for run in self.settings:
+            if not is_baseline(run.method):
+                continue
             share = share_of_epochs(run, records)
             if abs(share - 1) > TOLERANCE:
                 run = dataclasses.replace(run, share=share)

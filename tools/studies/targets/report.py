@@ -93,7 +93,7 @@ the same command measured (ratios within 10 % of 1 count as equal). The rate was
 searched again for the new length, on a sixth of the training data and seed 0;
 the best rate is between two others. `KFAC()` has no setting. The headline
 counts the better one of Adam and Muon. Test results of seeds 5, 6 and 7, which
-chose nothing; "better" and "worse" need three standard errors.
+tuned nothing; "better" and "worse" need three standard errors.
 
 Regression, transformer and llama were recorded with earlier versions, with Muon
 only, and with ratios of trainings of the table above (regression: of the
@@ -315,7 +315,7 @@ def equal_table(pairs: Sequence[Pair]) -> Table:
 
 def equal_headline(pairs: Sequence[Pair]) -> str:
     """Return how often `KFAC()` ends better at equal seconds."""
-    # The last training of each method is that of equal seconds.
+    # The pairs of a method end with that of equal seconds, if it was trained.
     last: dict[str, dict[str, Pair]] = defaultdict(dict)
     for pair in pairs:
         last[pair.kfac.problem][pair.baseline.method] = pair
@@ -330,10 +330,10 @@ def equal_headline(pairs: Sequence[Pair]) -> str:
     counts = Counter(pair.end for pair in best)
     others = [name for name in FULL_PROBLEMS if name not in last]
     return (
-        "At **equal processor seconds**, with nothing chosen, `KFAC()` ends "
+        "At **equal processor seconds**, with its defaults, `KFAC()` ends "
         f"better than the best tuned baseline on **{counts['less']} of "
         f"{len(last)} problems**, level on {counts[TIE]}, worse on "
-        f"{counts['more']} (three seeds that chose nothing; not run: "
+        f"{counts['more']} (three seeds that tuned nothing; not run: "
         f"{', '.join(others) or 'none'}). "
     )
 
