@@ -95,12 +95,12 @@ the best rate is between two others. `KFAC()` has no setting. The headline
 counts the better one of Adam and Muon. Test results of seeds 5, 6 and 7, which
 tuned nothing; "better" and "worse" need three standard errors.
 
-Regression, transformer and llama were recorded with earlier versions, with Muon
-only, and with ratios of trainings of the table above (regression: of the
-trainings here). Their processor seconds were measured beside other work and are
-up to 1.8 times those of equal trainings without. An update is a step with a
-batch. Fashion-MNIST is split at random, with seed 0, into 60,000 and 10,000
-images: its results do not compare with those of the official split.
+Transformer and llama were recorded with earlier versions, with Muon only, and
+with ratios of trainings of the table above. Their processor seconds were
+measured beside other work and are up to 1.8 times those of equal trainings
+without. An update is a step with a batch. Fashion-MNIST is split at random,
+with seed 0, into 60,000 and 10,000 images: its results do not compare with
+those of the official split.
 """
 ABOUT_TINY = """\
 Final training loss, on up to 1,024 training examples: mean and standard error
