@@ -125,13 +125,13 @@ def _sums(
     left: Sequence[tf.Tensor],
     right: Sequence[tf.Tensor],
 ) -> tf.Tensor:
-    """Return the sum of `function(x * y)` for each pair, float64."""
-    return tf.stack(
-        [
-            tf.reduce_sum(function(tf.cast(x * y, tf.float64)))
-            for x, y in zip(left, right, strict=True)
-        ]
-    )
+    """Return the sum of `function(x * y)` for each pair, in float64."""
+    # A product in float32 may underflow to 0, as if the loss were linear.
+    pairs = [
+        (tf.cast(x, tf.float64), tf.cast(y, tf.float64))
+        for x, y in zip(left, right, strict=True)
+    ]
+    return tf.stack([tf.reduce_sum(function(x * y)) for x, y in pairs])
 
 
 class Reading:
