@@ -52,13 +52,11 @@ EQUAL = Records(EQUAL_SECONDS)
 # Generated parts of the README: text between the comments `[start:NAME]` and
 # `[end:NAME]`.
 PARTS = {
-    "headline": lambda runs: (
-        report.equal_headline([*report.equal_seconds(EQUAL.runs)])
-        + report.headline(runs)
-    ),
-    "muon": report.against_muon,
-    "results": lambda runs: (
-        f"{markdown_table(*report.summary(runs))}\n\n{report.cost(runs)}"
+    "headline": lambda: report.headline(EQUAL.runs),
+    "muon": lambda: report.against_muon(EQUAL.runs, Records(TRAININGS).runs),
+    "results": lambda: (
+        f"{markdown_table(*report.summary(EQUAL.runs))}\n\n"
+        f"{report.cost(EQUAL.runs)}"
     ),
 }
 ENDS = "loss", "validation"
@@ -81,9 +79,8 @@ def write() -> None:
     """Write the page of results, the README's generated parts, and charts."""
     PAGE.write_text(page(json.loads(RECORDS.read_text())))
     README.write_text(with_parts(README.read_text()))
-    runs = Records(TRAININGS).runs
-    charts.draw(runs, charts.TIMED, IMAGES / "seconds.svg", over_epochs=False)
-    charts.draw(runs, charts.STEPS, IMAGES / "epochs.svg", over_epochs=True)
+    charts.draw_seconds(EQUAL.runs, IMAGES / "seconds.svg")
+    charts.draw_epochs(Records(TRAININGS).runs, IMAGES / "epochs.svg")
 
 
 def commands() -> Iterator[str]:
@@ -96,12 +93,11 @@ def commands() -> Iterator[str]:
 
 def with_parts(text: str) -> str:
     """Return the README with its generated parts replaced."""
-    runs = Records(TRAININGS).runs
     for name, function in PARTS.items():
         start, end = (f"<!-- --8<-- [{m}:{name}] -->" for m in ("start", "end"))
         before, rest = text.split(start)
         _, after = rest.split(end)
-        text = f"{before}{start}\n{function(runs)}\n{end}{after}"
+        text = f"{before}{start}\n{function()}\n{end}{after}"
     return text
 
 

@@ -198,9 +198,15 @@ def test_equal_seconds() -> None:
     assert [(p.baseline.method, p.end) for p in pairs] == [
         ("adam", "less"), ("adam", "more"), ("muon", "less")
     ]  # fmt: skip
-    assert "better than the best tuned baseline on **0 of 1" in (
-        report.equal_headline(pairs)
-    )
+    text = report.headline(records)
+    assert "tuned Adam and Muon on **0 of 1 problems**, level on 0, w" in text
+    assert "At equal epochs it ends better on **1 of 1 problems**" in text
+    assert "**2.00 of Adam's processor seconds**" in text
+    _, [row] = report.summary(records)
+    assert row[3:] == [
+        "1.055 ± 0.0071", "Adam, 8 epochs: 0.555 ± 0.0071", "worse",
+        "Muon: 2.055 ± 0.0071", "**better**", "0.95", "2.00",
+    ]  # fmt: skip
 
 
 # ----------------------------------------------------------- large_batches.py

@@ -126,7 +126,8 @@ class KFACMethod(Method):
                     f"known likelihood. Optimizer '{job.name}' uses its value "
                     "as the negative log-likelihood of a term, and the "
                     "empirical Fisher matrix. Declare its distribution and "
-                    "unit with `tfkfac.register_distribution`."
+                    "unit with `tfkfac.register_distribution`. Scale targets "
+                    "of a regression to about 1: their unit is not known."
                 )
         if not job.terms_of(step.batch):
             rule = self._rule if step.batch.value is None else Natural

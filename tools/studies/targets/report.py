@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from targets.equal import TOLERANCE
 from targets.methods import (
     KFAC,
     SCHEDULE_FREE,
@@ -35,9 +36,6 @@ from targets.study import EQUAL_SECONDS, Record, Records
 # K-FAC with natural-gradient steps, and the best Adam for other weights.
 NATURAL = "kfac:step=natural:rest=adam"
 
-# `KFAC()` in half of Adam's epochs.
-_HALF = "kfac:epochs=0.5"
-
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 SIGNS = {TIE: "tie", "less": "**less**"}
 ENDS = {TIE: "level", "less": "**better**", "more": "worse"}
@@ -48,10 +46,28 @@ TITLES = {
     "muon": "Muon",
     SCHEDULE_FREE: "schedule-free AdamW",
 }
+ABOUT_EQUAL = """\
+`KFAC()`, Adam and Muon: at equal epochs, and for the processor seconds of
+`KFAC()`. For these the epochs of a baseline are multiplied by the ratio of the
+seconds at equal epochs, which the same command measured (ratios within 10 % of
+1 count as equal). Then the rate was searched again for the new length, on a
+sixth of the training data and seed 0; the best rate is between two others.
+Batches, weight decays and the rates at equal epochs are those of the next
+section. `KFAC()` has no setting. Test results: mean and standard deviation of
+seeds 5, 6 and 7, which tuned nothing; "better" and "worse" need three standard
+errors. One thread; other work ran beside. An update is a step with a batch.
+Fashion-MNIST is split at random, with seed 0, into 60,000 and 10,000 images:
+its results do not compare with those of the official split.
+"""
+CHART = (
+    "![Curves of KFAC(), Muon and Adam over processor seconds on eight "
+    "problems](images/seconds.svg)\n\n*Test metric over processor seconds, "
+    "logarithmic: means of the seeds, trainings of equal processor seconds.*"
+)
 ABOUT = """\
-Final metric on the test set: mean and standard deviation of five seeds. The
-best baseline is in bold; its final metric is the target. Empty cells were not
-run.
+Of an earlier version, with more baselines: final metric on the test set, mean
+and standard deviation of five seeds. The best baseline is in bold; its final
+metric is the target. Empty cells were not run.
 
 Natural-gradient steps have a second figure: the ratio of their time to that of
 the first baseline that reaches the target. Time is processor seconds on one
@@ -78,30 +94,6 @@ held-out data. Keras' Muon leaves the output
 layer, convolutions, attention projections, embeddings, biases and scales to
 AdamW. The settings are in `docs/trainings.json`.
 """
-CHART = (
-    "![Curves of KFAC(), Muon and Adam over processor seconds on eight "
-    "problems](images/seconds.svg)\n\n*Test metric over processor seconds, "
-    "logarithmic: means of seeds 3 and 4 (Muon and Adam on the ResNet-20: "
-    "seed 3), which one command trained for each problem, with equal epochs "
-    "and the settings below.*"
-)
-ABOUT_EQUAL = """\
-`KFAC()`, Adam and Muon with the batches and weight decays of the table above:
-at equal epochs, and for the processor seconds of `KFAC()`. For these the epochs
-of a baseline are multiplied by the ratio of the seconds at equal epochs, which
-the same command measured (ratios within 10 % of 1 count as equal). The rate was
-searched again for the new length, on a sixth of the training data and seed 0;
-the best rate is between two others. `KFAC()` has no setting. The headline
-counts the better one of Adam and Muon. Test results of seeds 5, 6 and 7, which
-tuned nothing; "better" and "worse" need three standard errors.
-
-Transformer and llama were recorded with earlier versions, with Muon only, and
-with ratios of trainings of the table above. Their processor seconds were
-measured beside other work and are up to 1.8 times those of equal trainings
-without. An update is a step with a batch. Fashion-MNIST is split at random,
-with seed 0, into 60,000 and 10,000 images: its results do not compare with
-those of the official split.
-"""
 ABOUT_TINY = """\
 Final training loss, on up to 1,024 training examples: mean and standard error
 over the seeds. After the semicolon: the mean of the metric on held-out examples
@@ -120,13 +112,13 @@ so the ratios of processor seconds are rough.
 def sections(records: Records) -> list[str]:
     """Return a heading, a legend and a table for each study, in Markdown."""
     parts: list[str] = []
-    if comparisons := list(compare(records.runs)):
-        parts += ["## Time to the best baseline's result", CHART]
-        parts += _paragraphs(ABOUT)
-        parts.append(markdown_table(*full_table(comparisons)))
     if pairs := list(equal_seconds(Records(EQUAL_SECONDS).runs)):
-        parts += ["## Equal processor seconds", *_paragraphs(ABOUT_EQUAL)]
+        parts += ["## Equal processor seconds", CHART]
+        parts += _paragraphs(ABOUT_EQUAL)
         parts.append(markdown_table(*equal_table(pairs)))
+    if comparisons := list(compare(records.runs)):
+        parts += ["## Time to the best baseline's result", *_paragraphs(ABOUT)]
+        parts.append(markdown_table(*full_table(comparisons)))
     if tiny := tiny_ends(records.runs):
         parts += ["## Tiny problems", *_paragraphs(ABOUT_TINY)]
         parts.append(markdown_table(*tiny_table(tiny)))
@@ -212,51 +204,6 @@ def _cell(row: Row, comparison: Comparison) -> str:
     return f"{text}; {row.ratio:.2f}{error}, {SIGNS.get(row.claim, row.claim)}"
 
 
-def summary(records: Sequence[Record]) -> Table:
-    """Return the README's table: each problem at its largest size.
-
-    The columns are the variants of K-FAC that were run on all problems,
-    `KFAC()` first. A variant that was not timed together with the baselines has
-    no times.
-    """
-    comparisons, adams = (
-        _largest(compare(records, *target)) for target in ((), ("adam",))
-    )
-    counts = Counter(m for c in comparisons for m in _rows(c))
-    everywhere = [m for m in counts if counts[m] == len(comparisons)]
-    methods = [m for m in everywhere if not is_baseline(m)]
-    methods.sort(key=is_untuned, reverse=True)
-    columns = ["problem", "`KFAC()`: budget (epochs, updates)"]
-    columns.append(f"best of {_baselines(comparisons)}")
-    lines = []
-    for comparison in comparisons:
-        run, best = comparison.best.setting, comparison.best
-        name = run.problem if run.size == "full" else f"{run.problem} (small)"
-        lines.append(
-            [
-                f"{name}, {run.row.metric}",
-                budget(_rows(comparison).get(KFAC, best).setting),
-                f"{title(run.method)}: {spread(best.finals)}",
-            ]
-        )
-    for method in methods:
-        rows = [_rows(comparison)[method] for comparison in comparisons]
-        to_adam = {_key(c): _rows(c).get(method) for c in adams}
-        if any(row and row.claim for row in (*rows, *to_adam.values())):
-            columns += [
-                f"{title(method)}: time to Adam's result (Adam = 1)",
-                f"{title(method)}: time to the best baseline's result",
-            ]
-            for line, comparison, row in zip(
-                lines, comparisons, rows, strict=True
-            ):
-                line += [_time(to_adam.get(_key(comparison))), _time(row)]
-        columns.append(f"{title(method)}: final result")
-        for line, row in zip(lines, rows, strict=True):
-            line.append(f"{spread(row.finals)}, {ENDS[row.end]}")
-    return columns, lines
-
-
 # -------------------------------------------------------------- equal seconds
 class Pair(NamedTuple):
     """`KFAC()` and a baseline on a problem, with the same seeds.
@@ -313,29 +260,75 @@ def equal_table(pairs: Sequence[Pair]) -> Table:
     return [*columns, "CPU s", "final result", "`KFAC()` ends"], rows
 
 
-def equal_headline(pairs: Sequence[Pair]) -> str:
-    """Return how often `KFAC()` ends better at equal seconds."""
-    # The pairs of a method end with that of equal seconds, if it was trained.
-    last: dict[str, dict[str, Pair]] = defaultdict(dict)
-    for pair in pairs:
-        last[pair.kfac.problem][pair.baseline.method] = pair
-    if not last:
-        return ""
+def at_equal_seconds(records: Iterable[Record]) -> dict[str, Pair]:
+    """Return the comparison with the best baseline, by problem.
+
+    Leave out a problem where a baseline was trained at equal epochs only.
+    """
+    groups: dict[str, dict[str, Pair | None]] = defaultdict(dict)
+    for pair in equal_seconds(records):
+        group, baseline = groups[pair.kfac.problem], pair.baseline
+        ratio = pair.seconds[pair.kfac] / pair.seconds[baseline]
+        is_equal = baseline.share != 1 or abs(ratio - 1) <= TOLERANCE
+        group[baseline.method] = pair if is_equal else None
 
     def loss(pair: Pair) -> float:
         ends = pair.ends[pair.baseline]
         return statistics.fmean(loss_of(pair.baseline, end) for end in ends)
 
-    best = [min(group.values(), key=loss) for group in last.values()]
-    counts = Counter(pair.end for pair in best)
-    others = [name for name in FULL_PROBLEMS if name not in last]
-    return (
-        "At **equal processor seconds**, with its defaults, `KFAC()` ends "
-        f"better than the best tuned baseline on **{counts['less']} of "
-        f"{len(last)} problems**, level on {counts[TIE]}, worse on "
-        f"{counts['more']} (three seeds that tuned nothing; not run: "
-        f"{', '.join(others) or 'none'}). "
-    )
+    best = {}
+    for problem, group in groups.items():
+        pairs = [pair for pair in group.values() if pair is not None]
+        if len(pairs) == len(group):
+            best[problem] = min(pairs, key=loss)
+    return best
+
+
+def of_equal_epochs(records: Iterable[Record]) -> list[Record]:
+    """Return the records of trainings with all epochs of a problem."""
+    return [record for record in records if record["run"]["share"] == 1]
+
+
+def summary(records: Sequence[Record]) -> Table:
+    """Return the README's table, from the records of equal seconds."""
+    equal = at_equal_seconds(records)
+    at_equal_epochs = {
+        rival: {
+            comparison.best.setting.problem: comparison
+            for comparison in compare(of_equal_epochs(records), *rival)
+        }
+        for rival in ((), ("adam",))
+    }
+    columns = ["problem", "`KFAC()`: epochs, updates", "`KFAC()`: CPU s"]
+    columns += ["`KFAC()`: final result"]
+    columns += ["equal CPU s: best baseline", "`KFAC()` ends"]
+    columns += ["equal epochs: best baseline", "`KFAC()` ends"]
+    columns += ["CPU s to the best baseline's result (baseline = 1)"]
+    columns += ["CPU s to Adam's result (Adam = 1)"]
+    lines = []
+    for problem in (name for name in FULL_PROBLEMS if name in equal):
+        pair, best = equal[problem], at_equal_epochs[()][problem].best
+        rows = [
+            _rows(comparisons[problem])[KFAC]
+            for comparisons in at_equal_epochs.values()
+            if problem in comparisons
+        ]
+        share = f"{pair.baseline.row.epochs * pair.baseline.share:.3g} epochs"
+        lines.append(
+            [
+                f"{problem}, {pair.kfac.row.metric}",
+                budget(pair.kfac),
+                f"{pair.seconds[pair.kfac]:.0f}",
+                spread(pair.ends[pair.kfac]),
+                f"{title(pair.baseline.method)}, {share}: "
+                f"{spread(pair.ends[pair.baseline])}",
+                ENDS[pair.end],
+                f"{title(best.setting.method)}: {spread(best.finals)}",
+                ENDS[rows[0].end],
+                *(f"{r.ratio:.2f}" if r.ratio else "-" for r in rows),
+            ]
+        )
+    return columns, lines
 
 
 def budget(run: Run) -> str:
@@ -343,12 +336,12 @@ def budget(run: Run) -> str:
     return f"{run.row.epochs * run.share:.3g}, {run.count_steps():,}"
 
 
-def cost(records: Sequence[Record]) -> str:
+def cost(records: Iterable[Record]) -> str:
     """Return the processor seconds of `KFAC()`, compared with Adam's."""
     seconds: dict[Any, dict[str, float]] = defaultdict(dict)
-    for record in records:
+    for record in of_equal_epochs(records):
         run = Run(**record["run"])
-        if (run.phase, run.size) == (FINAL, "full"):
+        if run.phase == FINAL:
             key = run.problem, run.seed, run.batch, record["environment"]
             seconds[key][run.method] = record["curve"]["cpu_seconds"][-1]
     ratios: dict[str, list[float]] = defaultdict(list)
@@ -366,37 +359,44 @@ def cost(records: Sequence[Record]) -> str:
 
 # ------------------------------------------------------------------- sentences
 def headline(records: Sequence[Record]) -> str:
-    """Return the results of `KFAC()`, compared with the tuned baselines."""
+    """Return the results of `KFAC()`, from the records of equal seconds."""
+    equal = at_equal_seconds(records)
+    ends = [pair.end for pair in equal.values()]
+    others = [name for name in FULL_PROBLEMS if name not in equal]
     comparisons, adams = (
-        _largest(compare(records, *target)) for target in ((), ("adam",))
+        list(compare(of_equal_epochs(records), *rival))
+        for rival in ((), ("adam",))
     )
-    rows = [_rows(c)[KFAC] for c in comparisons if KFAC in _rows(c)]
-    ends = Counter(row.end for row in rows)
-    text = (
-        "At equal epochs `KFAC()` ends better than the best of "
-        f"{_baselines(comparisons)} on **{ends['less']} of {ends.total()} "
-        f"problems**, level on {ends[TIE]}, worse on {ends['more']}."
+    at_epochs = [_rows(comparison)[KFAC].end for comparison in comparisons]
+    mean, number = geometric_means(adams)[KFAC]
+    return (
+        "At **equal processor seconds**, with its defaults, `KFAC()` ends "
+        "better than the best of tuned Adam and Muon on "
+        f"**{_counts(ends)} (not run: {', '.join(others) or 'none'}). At equal "
+        f"epochs it ends better on **{_counts(at_epochs)}. It reaches tuned "
+        f"Adam's result in **{mean:.2f} of Adam's processor seconds** "
+        f"(geometric mean of {number} problems)."
     )
-    if single := [r.setting.problem for r in rows if len(r.finals) == 1]:
-        text += f" One seed, which counts as level: {', '.join(single)}."
-    half = [_rows(c)[_HALF].end for c in adams if _HALF in _rows(c)]
-    if half:
-        text += (
-            " In half of Adam's epochs it ends better than tuned Adam on "
-            f"{half.count('less')} of {len(half)}."
-        )
-    if mean := geometric_means(adams).get(KFAC):
-        text += (
-            f" It reaches tuned Adam's result in **{mean[0]:.2f} of Adam's "
-            f"processor seconds** (geometric mean of {mean[1]} problems)."
-        )
-    return text
 
 
-def against_muon(records: Sequence[Record]) -> str:
-    """Return the results of `KFAC()`, compared with tuned Muon."""
+def _counts(ends: Sequence[str]) -> str:
+    """Return how often `KFAC()` ends better, level and worse."""
+    counts = Counter(ends)
+    return (
+        f"{counts['less']} of {len(ends)} problems**, level on {counts[TIE]}, "
+        f"worse on {counts['more']}"
+    )
+
+
+def against_muon(records: Sequence[Record], trainings: Sequence[Record]) -> str:
+    """Return the results of `KFAC()`, compared with tuned Muon.
+
+    Args:
+        records: Records of equal seconds.
+        trainings: Records with the tiny problems.
+    """
     names: dict[str, list[str]] = {end: [] for end in ENDS}
-    for comparison in _largest(compare(records, "muon")):
+    for comparison in compare(of_equal_epochs(records), "muon"):
         if row := _rows(comparison).get(KFAC):
             name = row.setting.problem
             if row.end == "more":
@@ -405,7 +405,7 @@ def against_muon(records: Sequence[Record]) -> str:
             names[row.end].append(name)
     tiny = {
         problem: (ends[KFAC], ends["muon"])
-        for problem, ends in tiny_ends(records).items()
+        for problem, ends in tiny_ends(trainings).items()
         if {KFAC, "muon"} <= ends.keys()
     }
     losing = [
@@ -418,7 +418,8 @@ def against_muon(records: Sequence[Record]) -> str:
     )
     lists = {end: ", ".join(ns) or "none" for end, ns in names.items()}
     return (
-        f"`KFAC()` ends better than tuned Muon on: {lists['less']}. "
+        f"At equal epochs `KFAC()` ends better than tuned Muon on: "
+        f"{lists['less']}. "
         f"Level: {lists[TIE]}. Worse: {lists['more']}. Its mean training loss "
         f"is lower on {len(tiny) - len(losing)} of {len(tiny)} tiny problems, "
         f"and higher on: {', '.join(losing) or 'none'}. The tiny trainings "
@@ -427,41 +428,9 @@ def against_muon(records: Sequence[Record]) -> str:
     )
 
 
-def _baselines(comparisons: Sequence[Comparison]) -> str:
-    """Return how many baselines were trained on each problem."""
-    counts = [sum(map(is_baseline, _rows(c))) for c in comparisons]
-    least, most = min(counts), max(counts)
-    number = str(most) if least == most else f"{least} to {most}"
-    return f"{number} tuned baseline{'s' * (most > 1)}"
-
-
 def _rows(comparison: Comparison) -> dict[str, Row]:
     """Return the rows of a comparison by method."""
     return {row.setting.method: row for row in comparison.rows}
-
-
-def _time(row: Row | None) -> str:
-    """Return the ratio of times; "-" if the target is never reached."""
-    if row is None or not row.claim:
-        return ""
-    return "-" if row.ratio is None else f"{row.ratio:.2f}"
-
-
-def _largest(comparisons: Iterable[Comparison]) -> list[Comparison]:
-    """Return problems at full size, or small if there is no full size."""
-    by_key = {_key(comparison): comparison for comparison in comparisons}
-    full = {problem for problem, size, _ in by_key if size == "full"}
-    return [
-        comparison
-        for (problem, size, _), comparison in by_key.items()
-        if size == "full" or problem not in full
-    ]
-
-
-def _key(comparison: Comparison) -> tuple[str, str, str]:
-    """Return problem, size and data."""
-    run = comparison.best.setting
-    return run.problem, run.size, run.data
 
 
 def title(method: str) -> str:
