@@ -101,9 +101,7 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     strategy = tfkfac.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = keras.Sequential([keras.layers.Dense(1)])
-        model.compile(
-            optimizer=tfkfac.KFAC(distribution="dp_kfac"), loss="mse"
-        )
+        model.compile(optimizer=tfkfac.KFAC(), loss="mse")
     # The batch size of the dataset is the total of all workers.
     model.fit(dataset, epochs=10)
     ```

@@ -132,7 +132,8 @@ def check_call(
                 f"Loss '{loss.name}' of model '{model.name}' is computed in "
                 f"{loss.dtype}, although weights are float64. Its rounding "
                 "limits the accuracy. Call "
-                "`keras.config.set_floatx('float64')` first, "
+                "`keras.config.set_floatx('float64')` first (and, after the "
+                "first layer, `keras.config.set_dtype_policy('float64')`), "
                 'or compile with a loss of `dtype="float64"`.',
                 stacklevel=2,
             )

@@ -72,8 +72,8 @@ class KFAC(SecondOrderOptimizer):
     and other losses of residuals, nor on a factor of all class or sample
     weights.
 
-    The rest optimizer trains uncovered weights, see `summary`. A warning says
-    if most weights are uncovered. Register a block for a custom layer class by
+    The rest optimizer trains uncovered weights, see `summary`. A warning lists
+    them if neither blocks nor spectral steps train most of the model. Register a block for a custom layer class by
     `tfkfac.register_block`.
 
     >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
@@ -198,10 +198,10 @@ class KFAC(SecondOrderOptimizer):
             layers are left to the rest optimizer. A layer that both arguments
             match is left to it too. None is all layers. Defaults to None.
         gradient_accumulation_steps: Number of micro-batches, at least 2, that
-            make one step together, as if they were one batch: gradients and
-            statistics are added up, and all intervals count steps. Spectral
-            steps differ in one number: rho of their length comes from the last
-            micro-batch. None is 1. The inner optimizer's setting is taken over.
+            make one step together: gradients and statistics are added up, and
+            all intervals count steps. Each micro-batch chooses its own examples
+            and sampled labels for the factors. Rho of spectral steps comes from
+            the last micro-batch. None is 1. The inner optimizer's setting is taken over.
         max_skipped_steps: Number of consecutive steps with gradients that are
             not finite after which training raises an error on all workers, at
             least 1; see `check_skipped_steps`. None is no limit. Defaults to
@@ -367,9 +367,12 @@ class KFAC(SecondOrderOptimizer):
     def last_step(self) -> dict[str, float]:
         """Metrics of the last step by name; empty before the first step.
 
-        "clip_factor" is the factor from `kl_clip` on the step, at most 1;
-        "length" is the squared length of the step in the Fisher metric, after
-        the clip and before the momentum; "damping" is the damping of the next
+        With natural-gradient steps "clip_factor" is the factor from `kl_clip`
+        on the step, at most 1, and "length" the squared length of the step in
+        the Fisher metric, after the clip and before the momentum. With spectral
+        steps "clip_factor" is the factor r of their length, and "length" is
+        `(s r)^2 sum |Q|^2`: the squared length in the metric of the factors,
+        with the learning rate s. "damping" is the damping of the next
         decomposition.
         """
         if not self.built:

@@ -100,8 +100,8 @@ class FitDecay(LearningRateSchedule):
     first epoch and falls linearly over the others. Outside of `fit` the rate
     is constant, unless `optimizer.begin_run(steps)` sets the length.
 
-    Use it in `tfkfac.KFAC` or `tfkfac.FOSI`, as the learning rate of the inner
-    or the rest optimizer. In any other optimizer the rate is constant.
+    Use it in an optimizer of tfkfac, as the learning rate of the inner or the
+    rest optimizer. In Keras' optimizers alone the rate is constant.
 
     >>> tfkfac.KFAC(rest_optimizer=keras.optimizers.AdamW(
     ...     tfkfac.schedules.FitDecay(0.003), weight_decay=0.01))
