@@ -377,6 +377,22 @@ def test_sigterm_backs_up_and_exits(
     assert names(tmp_path) == []
 
 
+def test_sigterm_in_an_execution_past_the_data(tmp_path: Path) -> None:
+    """Three batches in executions of two."""
+
+    def compiled() -> Any:
+        model = network()
+        model.compile(model.optimizer, loss(), steps_per_execution=2)
+        return model
+
+    whole, resumed = compiled(), compiled()
+    fit(whole, 2)
+    with pytest.raises(SystemExit):
+        fit(compiled(), 2, ChiefBackup(tmp_path), Terminate(2))
+    fit(resumed, 2, ChiefBackup(tmp_path))
+    assert_same(everything(resumed), everything(whole))
+
+
 def test_sigterm_after_the_last_batch(tmp_path: Path) -> None:
     """The previous handler receives the signal, and again after `fit`."""
     received: list[int] = []

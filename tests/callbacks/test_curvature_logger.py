@@ -114,3 +114,13 @@ def test_wrong_arguments_are_refused(monkeypatch: Any) -> None:
         CurvatureLogger("logs")
     with pytest.raises(ValueError, match="optimizer of tfkfac"):
         fit(keras.optimizers.SGD(), CurvatureLogger(), epochs=1)
+
+
+def test_the_axis_counts_updates(tmp_path: Path) -> None:
+    """Eight batches of each `fit` make two updates."""
+    model = mlp()
+    model.compile(tfkfac.KFAC(gradient_accumulation_steps=4), loss())
+    for _ in range(2):
+        logger = CurvatureLogger(tmp_path)
+        model.fit(X, Y, batch_size=4, verbose=0, callbacks=[logger])
+    assert {step for step, _ in written(tmp_path)} == {2, 4}

@@ -338,3 +338,20 @@ def test_without_a_gradient() -> None:
 
     ((got, _),) = run_together(1, work)
     np.testing.assert_array_equal(np.ravel(got), [0, 7, 0, 7])
+
+
+def test_directions_belong_to_their_weights(run_eagerly: Any) -> None:
+    """Two layers of equal size are trained one after the other."""
+    run_eagerly(True)
+    first, second = (keras.layers.Dense(3) for _ in range(2))
+    model = keras.Sequential([keras.Input((3,)), first, second])
+    optimizer = tfkfac.FOSI("sgd", num_largest=1, warmup_steps=1)
+    x, estimations = np.eye(3), []
+    for frozen in (None, first, second):
+        first.trainable, second.trainable = first != frozen, second != frozen
+        model.compile(optimizer, "mse")
+        estimations.append(int(optimizer.estimations))
+        for _ in range(2):
+            model.train_on_batch(x, x)
+    assert int(optimizer.estimations) == 1
+    assert estimations == [0, 0, 0]

@@ -321,3 +321,14 @@ def test_memory_of_a_step() -> None:
     lines = summary_text(optimizer).splitlines()
     (row,) = [li for li in lines if li.startswith("8 ")]
     assert "parameters" in row
+
+
+def test_a_loss_without_a_gradient() -> None:
+    """Keras would take the `StopIteration` of a generator for missing data."""
+    x = keras.Input((3,))
+    model = keras.Model(x, [layers.Dense(1)(x), layers.Dense(1)(x)])
+    losses = ["mse", lambda y, p: tf.square(y - tf.stop_gradient(p))]
+    model.compile(tfkfac.GaussNewton(), losses)
+    data = np.ones([4, 3]), [np.ones([4, 1])] * 2
+    with pytest.raises(ValueError, match="has no gradient at its output"):
+        model.fit(*data, verbose=0)

@@ -1,6 +1,7 @@
 """`GaussNewton.minimize` against NumPy."""
 
 import pathlib
+import signal
 from typing import Any
 
 import keras
@@ -202,6 +203,18 @@ def test_points_from_a_function(tmp_path: pathlib.Path) -> None:
     problem, optimizer = Root(), tfkfac.GaussNewton(1e-6)
     np.testing.assert_equal(minimize(6, backup()), want)
 
+    def terminate(batch: int, logs: Any) -> None:
+        if int(optimizer.iterations) == 5:  # within the second epoch
+            signal.raise_signal(signal.SIGTERM)
+
+    chief = tfkfac.callbacks.ChiefBackup(tmp_path / "chief")
+    killer = keras.callbacks.LambdaCallback(on_train_batch_end=terminate)
+    problem, optimizer = Root(), tfkfac.GaussNewton(1e-6)
+    with pytest.raises(SystemExit):
+        minimize(9, killer, chief)
+    problem, optimizer = Root(), tfkfac.GaussNewton(1e-6)
+    np.testing.assert_equal(minimize(9, chief), want)
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["mirrored"])
@@ -237,6 +250,9 @@ def residual(points: Any) -> Any:
     ("change", "message"),
     [
         ({"residuals": {}}, "`residuals` must be a dictionary of functions"),
+        ({"residuals": [residual]}, "`residuals` must be a dictionary of func"),
+        ({"points": np.ones([2, 1])}, "`points` must be a dictionary with the"),
+        ({"variables": keras.Variable(1.0)}, "`variables` must be a list of"),
         ({"points": {"b": np.ones([2, 1])}}, "must have the names of"),
         ({"weights": {"b": 1.0}}, "must have the names of"),
         ({"weights": {"a": -1.0}}, "`weights` must be a number"),

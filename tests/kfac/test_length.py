@@ -348,6 +348,31 @@ def test_curvature_of_other_models() -> None:
     assert 1.0 not in (dense_ratio, sparse_ratio)
 
 
+class Scaled(keras.Sequential):
+    """The loss is that of 100 times the outputs."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y, *_ = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=100 * self(x))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {}
+
+
+def test_loss_of_other_outputs() -> None:
+    """The curvature of the model's own outputs would be another one."""
+    model = compiled(Scaled([keras.Input((4,)), layers.Dense(4)]))
+    x = tf.constant(np.eye(8, 4, dtype="float32"))
+    with pytest.warns(UserWarning, match="with the result of the model, not"):
+        model.train_on_batch(x, tf.zeros([8, 4]))
+    [state] = model.optimizer.method.states
+    assert float(state.length.ratio) == 1.0
+    model.compile(tfkfac.FOSI(), "mse")
+    with pytest.raises(ValueError, match="with the result of the model, not"):
+        model.train_on_batch(x, tf.zeros([8, 4]))
+
+
 @pytest.mark.parametrize(("layer", "rows"), [(Constant(), 32), (Noise(), 8)])
 def test_examples_of_the_form(
     monkeypatch: pytest.MonkeyPatch, layer: Any, rows: int

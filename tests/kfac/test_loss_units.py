@@ -458,3 +458,19 @@ def test_percentages_equal_relative_errors() -> None:
     got, _ = step_of(network(), X, 1 + BITS, "mape")
     want, _ = step_of(network(), X, 1 + BITS, relative)
     assert_same_step(got, want)
+
+
+def test_the_unit_of_the_circle_loss_is_gamma() -> None:
+    """Damping 0.01 is that of cosine distances."""
+    labels = CLASSES[:, None]
+    got, _ = step_of(network(), X, labels, LOSSES.Circle(gamma=80.0))
+
+    def part(y: Any, p: Any) -> Any:
+        values = LOSSES.circle(y, p, gamma=80.0)
+        scaled = values / 80
+        scaled._keras_mask = values._keras_mask
+        return scaled
+
+    with pytest.warns(UserWarning, match="no known likelihood"):
+        want, _ = step_of(network(), X, labels, part)
+    assert_same_step(got, want)

@@ -258,6 +258,23 @@ def test_two_losses_of_one_layer() -> None:
     assert model.evaluate(X, y, verbose=0)[0] < before
 
 
+def test_targets_and_logits_of_one_layer() -> None:
+    """The logits do not move by the unit of the targets."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input(X.shape[1:])
+    both = layers.Dense(2)(layers.Dense(8, "tanh")(inputs))
+    outputs = {"logit": both[:, :1], "mean": both[:, 1:]}
+    model = keras.Model(inputs, outputs)
+    logits = keras.losses.BinaryCrossentropy(from_logits=True)
+    losses = {"logit": logits, "mean": "mse"}
+    model.compile(tfkfac.KFAC(), losses)
+    labels = (X[:, :1] > 0).astype("float32")
+    y = {"logit": labels, "mean": 1e3 * SIGNAL[:, :1]}
+    model.fit(X, y, batch_size=40, epochs=3, verbose=0)
+    logit = model.predict(X, verbose=0)["logit"]
+    assert float(logits(labels, logit)) < 2
+
+
 def test_sparse_gradients_beside_a_fit_of_outputs() -> None:
     """The embedding does not move in the step that fits the outputs."""
     x = np.random.default_rng(0).integers(12, size=(16, 5))

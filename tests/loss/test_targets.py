@@ -159,6 +159,7 @@ TASKS = {
         0.5,
         COLUMNS,
     ),
+    "cosine": Task(LOSSES.CosineSimilarity(), SOFT, SOFT, -1.0),
     "cross-entropy and constant": Task(
         lambda y, z: 2 * LOSSES.binary_crossentropy(y, z, True) + 0.5,
         BITS,
@@ -167,6 +168,13 @@ TASKS = {
         COLUMNS,
     ),
 }
+
+
+def test_outputs_without_an_axis() -> None:
+    """An example has one label, as with outputs of shape `(EXAMPLES, 1)`."""
+    bits = PIXELS[:, 0, 0]
+    losses, _ = measure(Task(BINARY(), bits, bits, 0.0))
+    assert float(label_count(losses)) == 1
 
 
 @pytest.mark.parametrize("name", TASKS)

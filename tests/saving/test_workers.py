@@ -292,6 +292,20 @@ def files_in(directory: str) -> list[str]:
     return sorted(p.name for p in pathlib.Path(directory).glob("*.h5"))
 
 
+def keep_rate(case: Training, directory: str) -> None:
+    """Resume with a rate that was set after the state was gathered."""
+    model = build(case)
+
+    def set_rate(epoch: int, logs: Any) -> None:
+        model.optimizer.learning_rate = 0.25
+
+    setter = keras.callbacks.LambdaCallback(on_epoch_end=set_rate)
+    train(model, case, 0, 2, setter, ChiefBackup(directory, False))
+    resumed = build(case)
+    train(resumed, case, 2, 3, ChiefBackup(directory), first_epoch=0)
+    assert float(resumed.optimizer.learning_rate) == 0.25
+
+
 def save_without_gathering(directory: str) -> None:
     """All workers save: the file is complete. One worker saves: it warns."""
     saving.PATIENCE = 5
@@ -352,6 +366,14 @@ def test_backup(on_workers: Any, tmp_path: pathlib.Path) -> None:
     # The default learning rate falls to 0 over the whole `fit`.
     case = dataclasses.replace(kfac("small", inner="default"), eager=True)
     on_workers("two", backup, case, str(tmp_path))
+
+
+@slow
+def test_backup_of_a_rate_that_is_set(
+    on_workers: Any, tmp_path: pathlib.Path
+) -> None:
+    case = dataclasses.replace(kfac("small", inner="default"), eager=True)
+    on_workers("two", keep_rate, case, str(tmp_path))
 
 
 @slow

@@ -140,6 +140,18 @@ def test_unfreezing_a_layer_after_build() -> None:
     assert list(kfac_of(model).factors()) == ["hidden", "logits"]
 
 
+def test_freezing_the_kernel_of_a_covered_layer() -> None:
+    """The inner optimizer would train the bias without its block."""
+    model, optimizer = mlp(), tfkfac.KFAC(step="natural")
+    train(model, optimizer)
+    model.layers[1].kernel.trainable = False
+    with pytest.raises(
+        ValueError, match=r"\['mlp/logits/bias'\].*new optimizer"
+    ):
+        model.compile(optimizer, loss())
+    train(model, tfkfac.KFAC(step="natural"))
+
+
 # ---------------------------------------------------- one model per optimizer
 def test_second_model_is_refused() -> None:
     gc.freeze()  # so that garbage of other tests is not collected here

@@ -90,7 +90,8 @@ def check_steps(make: Any) -> None:
         elif call == "apply":
             optimizer.apply(gradients, weights)
         else:
-            optimizer.apply_gradients(zip(gradients, weights, strict=True))
+            pairs = zip(gradients, weights, strict=True)
+            assert int(optimizer.apply_gradients(pairs).numpy()) == 1
         ends.append(np.concatenate([np.ravel(w) for w in weights]))
         assert int(optimizer.iterations.numpy()) == 1
     np.testing.assert_allclose(ends[1:], [ends[0]] * 2, rtol=1e-4, atol=1e-6)
@@ -99,6 +100,23 @@ def check_steps(make: Any) -> None:
     assert float(model.optimizer.learning_rate) == 0.0
     model.train_on_batch(X, Y)
     np.testing.assert_equal(model.get_weights(), before)
+
+
+@every_class
+def test_arguments_of_apply(make: Any) -> None:
+    model, optimizer = mlp(), make()
+    weights = model.trainable_variables
+    gradients = [tf.ones(w.shape) for w in weights]
+    optimizer.attach(model)
+    with pytest.raises(ValueError, match="`trainable_variables` of `apply`"):
+        optimizer.apply(gradients)
+    assert not optimizer.built
+    optimizer.build(weights)
+    with pytest.raises(ValueError, match="3 gradients of 4 variables"):
+        optimizer.apply(gradients[:3])
+    others = [*weights[:3], keras.Variable(weights[3], name="other")]
+    with pytest.raises(ValueError, match="built without variable 'other'"):
+        optimizer.apply(gradients, others)
 
 
 # Members that work, and the check of each.

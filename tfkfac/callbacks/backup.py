@@ -12,7 +12,7 @@ import warnings
 import zlib
 from collections.abc import Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import h5py
 import keras
@@ -71,6 +71,7 @@ def get_optimizer(callback: keras.callbacks.Callback) -> SecondOrderOptimizer:
     return optimizer
 
 
+@keras.saving.register_keras_serializable(package="tfkfac")
 class ChiefBackup(
     keras.callbacks.Callback, contextlib.AbstractContextManager["ChiefBackup"]
 ):
@@ -138,6 +139,18 @@ class ChiefBackup(
         self._epoch = self.num_skipped = self._num_done = 0
         self._damaged: set[str] = set()  # names of damaged backups
         self._settings: dict[str, Any] = {}  # required of a backup
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {
+            "directory": str(self.directory),
+            "delete_checkpoint": self.delete_checkpoint,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Create a callback from its config."""
+        return cls(**config)
 
     def __exit__(self, *error: Any) -> None:
         """Restore the signal handler after `fit`, also after an error."""
@@ -333,7 +346,9 @@ class ChiefBackup(
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._num_done = num_done = batch + 1
+        # With `steps_per_execution`, `batch` may be past the end of the data.
+        size = self.params.get("steps") or batch + 1
+        self._num_done = num_done = min(batch + 1, size)
         if num_done <= self.num_skipped:
             return
         must_stop = self._sigterm_received

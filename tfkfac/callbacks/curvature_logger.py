@@ -6,7 +6,7 @@ import math
 import pathlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import keras
 import numpy as np
@@ -28,6 +28,7 @@ class Value(NamedTuple):
     layer: str = ""
 
 
+@keras.saving.register_keras_serializable(package="tfkfac")
 class CurvatureLogger(keras.callbacks.Callback):
     """Log scalars of the optimizer after each epoch or every `every` steps.
 
@@ -51,7 +52,7 @@ class CurvatureLogger(keras.callbacks.Callback):
         directory: Directory of the TensorBoard event files, one file for each
             worker. None writes no files. Needs the package `tensorboard`.
             Defaults to None.
-        every: Training steps between two logged points. Defaults to None: log
+        every: Batches between two logged points. Defaults to None: log
             only at the ends of epochs.
         layers: True to log the scalars of each layer. This computes the
             eigenvalues of all factors: wall seconds for factors of thousands
@@ -82,15 +83,29 @@ class CurvatureLogger(keras.callbacks.Callback):
         self.directory = directory
         self.every = if_given(check_count, "every", every, 1)
         self.layers = layers
-        self._steps = 0
-        self._logged = 0
+        self._batches = 0
+        self._logged = 0  # number of updates at the last call
         self._last_time = 0.0
         self._writer: Any = None
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        directory = self.directory and str(self.directory)
+        return {
+            "directory": directory,
+            "every": self.every,
+            "layers": self.layers,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Create a callback from its config."""
+        return cls(**config)
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         job = get_optimizer(self).method.job
-        self._steps = self._logged = int(job.clock)
+        self._batches, self._logged = 0, int(job.clock)
         self._last_time = time.perf_counter()
         if self.directory is not None:
             self._writer = tf.summary.create_file_writer(
@@ -100,8 +115,11 @@ class CurvatureLogger(keras.callbacks.Callback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._steps += 1
-        if self.every is not None and self._steps % self.every == 0:
+        before = self._batches
+        self._batches += self.model.steps_per_execution
+        if self.every is None:
+            return
+        if before // self.every != self._batches // self.every:
             self._log(dict(logs or {}))
 
     @override
@@ -116,25 +134,26 @@ class CurvatureLogger(keras.callbacks.Callback):
 
     def _log(self, logs: dict[str, Any]) -> None:
         """Write all scalars; add the scalars of the model to `logs`."""
-        values = list(self._values())
+        steps = int(get_optimizer(self).method.job.clock)
+        values = list(self._values(steps))
         scalars = [*(Value(k, float(v)) for k, v in logs.items()), *values]
         if self._writer is not None:
             with self._writer.as_default():
                 for quantity, number, layer in scalars:
                     title = f"curvature/{quantity}/{layer}".rstrip("/")
-                    tf.summary.scalar(title, number, self._steps)
+                    tf.summary.scalar(title, number, steps)
             self._writer.flush()
         for value in values:
             if not value.layer:
                 logs[f"curvature/{value.quantity}"] = value.value
-        self._logged, self._last_time = self._steps, time.perf_counter()
+        self._logged, self._last_time = steps, time.perf_counter()
 
-    def _values(self) -> Iterator[Value]:
-        """Yield the current scalars of the optimizer."""
+    def _values(self, steps: int) -> Iterator[Value]:
+        """Yield the current scalars of the optimizer, after `steps` updates."""
         optimizer = get_optimizer(self)
-        if steps := self._steps - self._logged:
+        if steps > self._logged:
             elapsed_s = time.perf_counter() - self._last_time
-            yield Value("seconds_per_step", elapsed_s / steps)
+            yield Value("seconds_per_step", elapsed_s / (steps - self._logged))
         yield Value("skipped_steps", int(optimizer.skipped_steps))
         if isinstance(optimizer, FOSI):
             for i, value in enumerate(optimizer.spectrum()):

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfkfac.callbacks.backup import ChiefBackup
 from tfkfac.callbacks.comparison import common_order
 from tfkfac.callbacks.supervision import Supervision
 from tfkfac.capture.model_taps import metrics_are_reset
@@ -127,7 +128,7 @@ def _supervise(
                 stack.enter_context(strategy.stall_detector.training())
             stack.callback(optimizer.plan.end_fit)
             for callback in callbacks:
-                if isinstance(callback, contextlib.AbstractContextManager):
+                if isinstance(callback, ChiefBackup):
                     stack.enter_context(callback)
             first_epoch = kwargs.get("initial_epoch", 0)
             supervision = Supervision(optimizer, callbacks, first_epoch)

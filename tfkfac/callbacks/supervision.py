@@ -2,6 +2,7 @@
 
 import collections
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,12 @@ from tfkfac.compat.models import first_epoch
 from tfkfac.distributed.agreement import exchange, refuse_differences
 from tfkfac.distributed.topology import find_topology
 from tfkfac.shell.optimizer import SecondOrderOptimizer, largest_counts
+
+# Batches since a callback with an integer `save_freq` saved: Keras counts them
+# over several calls of `fit`.
+_batches_since_save: weakref.WeakKeyDictionary[
+    keras.callbacks.Callback, int
+] = weakref.WeakKeyDictionary()
 
 
 class Supervision(keras.callbacks.Callback):
@@ -47,7 +54,8 @@ class Supervision(keras.callbacks.Callback):
         self._callbacks = callbacks
         self._initial_epoch = initial_epoch
         self._is_alone = True
-        self._frequencies: set[str | int | None] = set()
+        # `save_freq` and batches since the last file of all callbacks.
+        self._frequencies: list[tuple[str | int | None, int]] = []
         self._batches = 0
         # Number of batches before `fit`, while its length is unknown.
         self._first_batch: int | None = None
@@ -77,13 +85,17 @@ class Supervision(keras.callbacks.Callback):
                 if getattr(callback, "is_collective", False)
             ]
             frequencies = [
-                getattr(x, "save_freq", None) for x in self._callbacks
+                (callback.save_freq, _batches_since_save.get(callback, 0))
+                for callback in self._callbacks
+                if hasattr(callback, "save_freq")
             ]
             workers = exchange(
                 {"save_freq": frequencies, "callbacks": collective},
                 self._optimizer.method.job.among_processes("callbacks"),
             )
-            self._frequencies = {f for x in workers for f in x["save_freq"]}
+            self._frequencies = [
+                tuple(f) for x in workers for f in x["save_freq"]
+            ]
             refuse_differences(
                 "These callbacks must be on all workers",
                 [{"callbacks": worker["callbacks"]} for worker in workers],
@@ -100,8 +112,17 @@ class Supervision(keras.callbacks.Callback):
         if not self._is_alone:
             if self._batches % comparison.INTERVAL == 0:
                 comparison.compare_bits(self._optimizer)
-            numbers = [n for n in self._frequencies if isinstance(n, int)]
-            if any(self._batches % number == 0 for number in numbers):
+            local = {
+                x: advance(x.save_freq, _batches_since_save.get(x, 0))
+                for x in self._callbacks
+                if is_count(getattr(x, "save_freq", None))
+            }
+            _batches_since_save.update(local)
+            self._frequencies = [
+                (x, advance(x, count) if is_count(x) else count)
+                for x, count in self._frequencies
+            ]
+            if any(is_count(x) and not n for x, n in self._frequencies):
                 self._optimizer.gather_state()
         self.on_test_batch_end(batch)
         self._optimizer.count_steps(self.model.steps_per_execution)
@@ -137,7 +158,7 @@ class Supervision(keras.callbacks.Callback):
             for counts in exchange(self._events, group):
                 self._events |= collections.Counter(counts)
             comparison.compare_bits(self._optimizer)
-            if "epoch" in self._frequencies:
+            if "epoch" in [frequency for frequency, _ in self._frequencies]:
                 self._optimizer.gather_state()
 
     @override
@@ -228,3 +249,14 @@ class Supervision(keras.callbacks.Callback):
                 ],
             }
             comparison.compare_beginnings(self._optimizer, run)
+
+
+def is_count(save_freq: Any) -> bool:
+    """True if a callback saves every `save_freq` batches."""
+    is_integer = isinstance(save_freq, int)
+    return is_integer and not isinstance(save_freq, bool) and save_freq > 0
+
+
+def advance(save_freq: Any, count: int) -> int:
+    """Return the batches since the last file after one more; 0 if it saves."""
+    return 0 if count + 1 >= save_freq else count + 1

@@ -246,7 +246,7 @@ def skip_batches(model: keras.Model, count: int) -> Callable[[], None]:
 
     def skip(iterator: Iterator[Any]) -> dict[str, Any]:
         nonlocal remaining
-        for _ in range(model.steps_per_execution):
+        for _ in range(min(model.steps_per_execution, remaining)):
             next(iterator)
             remaining -= 1
         if remaining <= 0:

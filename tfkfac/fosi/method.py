@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from tfkfac.capture.model_taps import ForwardCall, ForwardTap
 from tfkfac.compat.graphs import Tracked, in_graph
+from tfkfac.compat.optimizers import variable_key
 from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.distributed.collectives import all_reduce_bytes, gradient_bytes
 from tfkfac.fosi.estimation import Estimation, estimation_bytes
@@ -68,6 +69,7 @@ class FOSIMethod(Method):
         self.timing = Timing(settings.warmup_steps, settings.update_interval)
         self.rate = NewtonRate(settings.alpha)
         self._geometry: Geometry | None = None
+        self._keys: list[Hashable] = []  # of the weights of the directions
         self._warmup_updates = -1  # length of the default warm-up; -1: unknown
 
     # ------------------------------------------------------------ the step
@@ -184,7 +186,11 @@ class FOSIMethod(Method):
     def create(self) -> Sequence[Tracked]:
         geometry = self.geometry
         requested = self.settings.num_largest + self.settings.num_smallest
-        if geometry != self._geometry:
+        keys = [
+            variable_key(self.job.inner_optimizer, v)
+            for v in self.job.model.trainable_variables
+        ]
+        if (geometry, keys) != (self._geometry, self._keys):
             if geometry.directions < requested:
                 warnings.warn(
                     f"Model '{self.job.model.name}' has {geometry.size} "
@@ -192,7 +198,7 @@ class FOSIMethod(Method):
                     f"{geometry.directions} directions, not {requested}.",
                     stacklevel=2,
                 )
-            self._geometry = geometry
+            self._geometry, self._keys = geometry, keys
             layout = self.make_layout()
             self.states = self.job.for_each(lambda rank: self.new(rank, layout))
             self._assign_warmup()

@@ -343,7 +343,15 @@ class Objective:
         ):
             i = indices[id(used_leaf)]
             # The leaves are the logits, if any, and then the output.
-            leaf = next(k for k, s in enumerate(slopes[i]) if s is not None)
+            used_by_loss = [k for k, s in enumerate(slopes[i]) if s is not None]
+            if not used_by_loss:
+                assert terms.call is not None
+                raise ValueError(
+                    f"Loss '{terms.call.loss.name}' of model '{model.name}' "
+                    "has no gradient at its output: it is constant, or uses "
+                    "`tf.stop_gradient`. `GaussNewton` cannot train with it."
+                )
+            leaf = used_by_loss[0]
             is_logits = leaf < len(readings[i].leaves) - 1
             value = readings[i].leaves[leaf]
             size = math.prod(value.shape[1:])

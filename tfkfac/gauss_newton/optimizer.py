@@ -186,7 +186,7 @@ class GaussNewton(SecondOrderOptimizer):
         steps: int | None = None,
         seconds: float | None = None,
         every: int = 1,
-        callbacks: Sequence[keras.callbacks.Callback] = (),
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
     ) -> keras.callbacks.History:
         """Minimise the residuals r of named conditions.
 
@@ -227,7 +227,8 @@ class GaussNewton(SecondOrderOptimizer):
             every: Steps per epoch of the callbacks, and between calls of the
                 functions in `points`. Defaults to 1.
             callbacks: Keras callbacks. Their model has the variables as
-                weights, and can be saved with the optimizer's state.
+                weights, and can be saved with the optimizer's state. Defaults
+                to None: no callback.
 
         Returns:
             A `History` with the "loss" of each epoch.
@@ -276,7 +277,10 @@ class GaussNewton(SecondOrderOptimizer):
         def begin_epoch(epoch: int, logs: Any) -> None:
             nonlocal num_done
             num_done = epoch * every
-            model.points.resample(int(self.iterations.numpy()))
+            # After a backup within an epoch, use the points of its beginning.
+            skipped = (getattr(x, "num_skipped", 0) for x in callbacks or ())
+            first_step = int(self.iterations.numpy()) - max(skipped, default=0)
+            model.points.resample(first_step)
 
         def end_step(batch: int, logs: Any) -> None:
             if num_done + batch + 1 >= steps or time.monotonic() > end:
@@ -291,7 +295,7 @@ class GaussNewton(SecondOrderOptimizer):
             epochs=-(-steps // every),
             verbose=0,
             shuffle=False,
-            callbacks=[*callbacks, callback],
+            callbacks=[*(callbacks or ()), callback],
         )
         return history
 

@@ -4,6 +4,7 @@ A gradient is preconditioned as a matrix, or as rows (a, g) with `W = a^T g`.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -246,7 +247,10 @@ def decayed(gradients: Gradients, step: Step) -> list[int]:
 # Loss in nats per term above which no hint is printed, because many clipped
 # steps are normal: of 14 healthy runs, only an autoencoder had clipped steps.
 _HIGH_LOSS = 20.0
-_MAX_INPUT_RMS = 3.0  # RMS of inputs above which a hint is printed
+# Print a hint if the RMS of the inputs is above the first bound, or if their
+# largest absolute value and the RMS of their norms are below the second. Inputs
+# with one feature of many, or of norm 1, have a small RMS, too.
+_MAX_INPUT_RMS, _MIN_INPUT = 3.0, 0.05
 
 
 def hint_at_clip(
@@ -279,9 +283,10 @@ def hint_at_inputs(
     head: str = "",
     advice: str = "",
 ) -> tf.Tensor:
-    """Print a hint if the inputs of the first layer are large; return if so.
+    """Print a hint if the first layer has large or small inputs; return if so.
 
-    Large inputs allow only short steps in all layers.
+    Large inputs allow only short steps in all layers. With small inputs, the
+    damping exceeds their curvature.
     """
     # `order` is largest for the first layer, where the backward pass ends.
     first = max(layers, key=lambda layer: max(r.order for r in layer.records))
@@ -290,11 +295,15 @@ def hint_at_inputs(
     is_far = tf.constant(False)
     # Skip sparse tensors, which have no elementwise square.
     if has_scale and isinstance(inputs, tf.Tensor) and inputs.dtype.is_floating:
-        squares = tf.square(tf.cast(inputs, tf.float32))
-        is_far = tf.sqrt(tf.reduce_mean(squares)) > _MAX_INPUT_RMS
+        sizes = tf.abs(tf.cast(inputs, tf.float32))
+        largest = tf.reduce_max(sizes)
+        rms = tf.sqrt(tf.reduce_mean(tf.square(sizes)))
+        norm = rms * math.sqrt(inputs.shape[-1] or 1)
+        is_small = (largest > 0) & (tf.maximum(largest, norm) < _MIN_INPUT)
+        is_far = (rms > _MAX_INPUT_RMS) | is_small
     message = (
         f"{head}The inputs of layer '{block.path}' are far from unit scale, "
-        "which makes steps short: normalise the inputs of the model, for "
+        "which slows the training: normalise the inputs of the model, for "
         "example by `keras.layers.Normalization` or `keras.layers.Rescaling`"
         f"{advice}."
     )

@@ -73,8 +73,8 @@ class KFAC(SecondOrderOptimizer):
     weights.
 
     The rest optimizer trains uncovered weights, see `summary`. A warning lists
-    them if neither blocks nor spectral steps train most of the model. Register a block for a custom layer class by
-    `tfkfac.register_block`.
+    them if neither blocks nor spectral steps train most of the model. Register
+    a block for a custom layer class by `tfkfac.register_block`.
 
     >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
     >>> model.fit(x, y, epochs=10)
@@ -201,7 +201,8 @@ class KFAC(SecondOrderOptimizer):
             make one step together: gradients and statistics are added up, and
             all intervals count steps. Each micro-batch chooses its own examples
             and sampled labels for the factors. Rho of spectral steps comes from
-            the last micro-batch. None is 1. The inner optimizer's setting is taken over.
+            the last micro-batch. None is 1. The inner optimizer's setting is
+            taken over.
         max_skipped_steps: Number of consecutive steps with gradients that are
             not finite after which training raises an error on all workers, at
             least 1; see `check_skipped_steps`. None is no limit. Defaults to
@@ -380,14 +381,14 @@ class KFAC(SecondOrderOptimizer):
         return self.method.states[0].report.values()
 
     @property
-    def factor_updates(self) -> tf.Variable:
-        """Number of factor updates so far."""
-        return self.method.states[0].factor_updates
+    def factor_updates(self) -> tf.Variable | int:
+        """Number of factor updates so far; 0 before the first step."""
+        return self.method.states[0].factor_updates if self.built else 0
 
     @property
-    def inverse_updates(self) -> tf.Variable:
+    def inverse_updates(self) -> tf.Variable | int:
         """Number of steps so far that have updated decompositions."""
-        return self.method.states[0].inverse_updates
+        return self.method.states[0].inverse_updates if self.built else 0
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:
         """Returns the bias-corrected averages of the factors.

@@ -166,11 +166,19 @@ class Spectral(Natural):
         step.multiply_unit(factor)
         # Only the last layer has the unit of the labels. With s_y, the standard
         # deviation of the labels:
-        # `output_scale = max(s_y, min(1, sqrt(inputs) rms(kernel)))`.
+        # `output_scale = max(s_y, min(1, sqrt(inputs) rms(kernel)))`. A layer
+        # that also has outputs without a unit, such as logits, is not scaled.
         scales: dict[int, tf.Tensor] = {}
-        pairs = zip(batch.moments.layers, deviations, strict=True)
+        pairs = [*zip(batch.moments.layers, deviations, strict=True)]
+        unscaled = {
+            last.position
+            for last, deviation in pairs
+            if last is not None and deviation is None
+        }
         for last, deviation in pairs:
-            if last is not None and deviation is not None:
+            if last is None or deviation is None:
+                continue
+            if last.position not in unscaled:
                 kernel = tf.convert_to_tensor(last.block.variables[0])
                 squares = tf.reduce_sum(tf.square(kernel)) / kernel.shape[-1]
                 size = tf.minimum(tf.sqrt(tf.cast(squares, tf.float64)), 1.0)

@@ -127,18 +127,23 @@ def training_call(model: keras.Model, x: Any) -> ForwardCall:
 def find_call(
     model: keras.Model, batch: LossBatch, calls: Sequence[ForwardCall]
 ) -> ForwardCall:
-    """Return the model call whose outputs were passed to the loss."""
+    """Return the model call whose outputs were passed to the loss.
+
+    Without a recorded call (in a nested graph), it is the call with the `x` of
+    the loss.
+    """
     if "y_pred" in batch.arguments:
         predicted = _identities(batch.arguments["y_pred"])
         for call in reversed(calls):
             if _identities(call.outputs) == predicted:
                 return call
-        if batch.arguments.get("x") is not None:
+        if batch.arguments.get("x") is not None and not calls:
             return training_call(model, batch.arguments["x"])
     raise ValueError(
         f"The curvature of model '{model.name}' needs the loss of the current "
         "batch. Compute it with `model.compute_loss(x=x, y=y, y_pred=model(x, "
-        "training=True))` under the gradient tape, as Keras' `train_step` does."
+        "training=True))` under the gradient tape, as Keras' `train_step` "
+        "does: with the result of the model, not of operations on it."
     )
 
 

@@ -57,7 +57,7 @@ def label_count(losses: Sequence[LossTerms]) -> tf.Tensor:
         if name is not None and name not in _OF_CLASSES:
             assert call.reduction is not None
             axes = call.reduction.values.shape.rank
-            axes = axes or call.y_pred.shape.rank - 1
+            axes = axes or max(call.y_pred.shape.rank - 1, 1)
             sizes = tf.reduce_prod(tf.shape(call.y_pred)[axes:])
         total += tf.cast(sizes, tf.float64)
     return tf.maximum(total, 1.0)

@@ -55,6 +55,7 @@ class Known(NamedTuple):
     factor: float = 1.0  # unit of the loss if it sums over a term's outputs
     # True for a mean over the D outputs of a term: the unit is `factor / D`.
     is_mean: bool = False
+    least: float = 0.0  # minimum of the loss of a term
 
 
 # Likelihoods of losses, keyed by the function or the class of the loss.
@@ -68,6 +69,9 @@ KNOWN_LOSSES: dict[Any, Known] = {
     keras.losses.categorical_crossentropy: Known(CATEGORICAL),
     keras.losses.sparse_categorical_crossentropy: Known(CATEGORICAL),
     keras.losses.kl_divergence: Known(CATEGORICAL),
+    keras.losses.cosine_similarity: Known(None, least=-1.0),
+    # Cosine distances times its argument `gamma`.
+    keras.losses.circle: Known(None),
     # In percent. The relative error has no unit, and no known likelihood.
     keras.losses.mean_absolute_percentage_error: Known(None, 100.0, True),
 }
@@ -144,7 +148,8 @@ def find_likelihood(call: LossCall, reduction: Reduction) -> Likelihood:
         name = None  # only the last axis is supported
     elif arguments.get("from_logits") and logits_of(y_pred) is None:
         name = LOGITS.get(name or "", name)
-    return Likelihood(name, known_loss.factor / features)
+    unit = arguments.get("gamma", known_loss.factor) / features
+    return Likelihood(name, unit, known_loss.least)
 
 
 def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:

@@ -106,11 +106,18 @@ def check_conditions(
     residuals: Any, variables: Any, points: Any, weights: Any
 ) -> None:
     """Check the arguments of `minimize`."""
-    if not residuals or not all(map(callable, residuals.values())):
+    is_valid = isinstance(residuals, Mapping) and len(residuals) > 0
+    if not is_valid or not all(map(callable, residuals.values())):
         raise ValueError(
             "Argument `residuals` must be a dictionary of functions. "
             f"Received: residuals={residuals}"
         )
+    for name, value in (("points", points), ("weights", weights)):
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"Argument `{name}` must be a dictionary with the names of "
+                f"`residuals`. Received: {name}={value!r}"
+            )
     if set(points) != set(residuals) or not set(weights) <= set(residuals):
         raise ValueError(
             "Arguments `points` and `weights` must have the names of "
@@ -119,7 +126,8 @@ def check_conditions(
         )
     for weight in weights.values():
         check_range("weights", weight, 0)
-    if not variables or not all(
+    is_valid = isinstance(variables, Sequence) and len(variables) > 0
+    if not is_valid or not all(
         isinstance(v, keras.Variable) for v in variables
     ):
         raise ValueError(

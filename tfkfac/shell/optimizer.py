@@ -5,7 +5,13 @@ import copy
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, ClassVar, Self
 
 import keras
@@ -15,7 +21,11 @@ from tfkfac.capture.model_taps import BeforeTap, MetricsDecision, MetricsTap
 from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.checks import check_count
 from tfkfac.compat.models import is_saving_legacy_file
-from tfkfac.compat.optimizers import knows_variable, variable_key
+from tfkfac.compat.optimizers import (
+    knows_variable,
+    raw_iterations,
+    variable_key,
+)
 from tfkfac.compat.optimizers import trainable_variables as known_variables
 from tfkfac.compat.strategies import repair
 from tfkfac.distributed.agreement import check_agreement
@@ -236,7 +246,27 @@ class SecondOrderOptimizer(ScheduledOptimizer):
         self.method.attach(self._job)
         if self.built:
             self.method.create()
+            self._check_roles()
         return self
+
+    def _check_roles(self) -> None:
+        """Raise if weights changed between the inner and the rest optimizer."""
+        inner, rest = self.inner_optimizer, self.rest_optimizer
+        if rest is None:
+            return
+        keys = {variable_key(inner, v) for v in self.method.covered()}
+        moved = [
+            v.path
+            for v in self.bound_model().trainable_variables
+            if knows_variable(rest, v) == (variable_key(inner, v) in keys)
+        ]
+        if moved:
+            raise ValueError(
+                f"Optimizer '{self.name}' was built when {moved} had another "
+                "optimizer: a layer lost or got its curvature block, because "
+                "some of its variables were frozen, or a block registered. "
+                "Compile the model with a new optimizer."
+            )
 
     def bound_model(self) -> keras.Model:
         """Return the model that the optimizer is bound to.
@@ -337,14 +367,34 @@ class SecondOrderOptimizer(ScheduledOptimizer):
         Args:
             grads: Gradients of the mean loss; None for missing gradients.
             trainable_variables: The variables; required in the first call.
+
+        Raises:
+            ValueError: If the variables are not those of the optimizer, or
+                their number is not that of the gradients.
         """
         if all(gradient is None for gradient in grads):
             self.inner_optimizer.apply(grads, trainable_variables)
             return
-        variables = trainable_variables
-        if variables is None:
-            variables = known_variables(self)
+        if trainable_variables is None and not self.built:
+            raise ValueError(
+                "Argument `trainable_variables` of `apply` must be given "
+                f"before optimizer '{self.name}' is built."
+            )
+        variables = list(trainable_variables or known_variables(self))
+        if len(variables) != len(grads):
+            raise ValueError(
+                "Argument `grads` must have an element for each variable. "
+                f"Received: {len(grads)} gradients of {len(variables)} "
+                "variables"
+            )
         self.build_in_scope(variables)
+        for variable in variables:
+            if not knows_variable(self, variable):
+                raise ValueError(
+                    f"Optimizer '{self.name}' was built without variable "
+                    f"'{variable.path}'. Create a new optimizer, also after "
+                    "the set of trainable layers has grown."
+                )
         job = self._bound_job()
         batch = LossTap.open(job.model).pop_last(LossBatch())
         before = BeforeTap.open(job.model).pop_last([])
@@ -357,6 +407,17 @@ class SecondOrderOptimizer(ScheduledOptimizer):
         MetricsTap.open(job.model).record(decision)
         if tf.executing_eagerly():
             self.count_steps()
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[tf.Tensor | None, keras.Variable]]
+    ) -> keras.Variable:
+        """Update the variables; return the number of iterations.
+
+        Args:
+            grads_and_vars: Pairs of a gradient and its variable.
+        """
+        super().apply_gradients(grads_and_vars)
+        return raw_iterations(self.inner_optimizer)
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:

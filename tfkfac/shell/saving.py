@@ -132,7 +132,13 @@ class SavedState(tf.train.experimental.PythonState):
             )
         elif self._gathered is not None and self._gathered[1] is not None:
             write_format(store)
-            for key, value in self._gathered[1].items():
+            # A callback may have set a learning rate after the state was
+            # gathered. The plan is equal on all workers.
+            plan = {
+                entry.key: storable(np.asarray(entry.variable.numpy()))
+                for entry in self._plan.entries()
+            }
+            for key, value in (self._gathered[1] | plan).items():
                 store[key] = value
         else:
             save_state(store, entries, replicas)
@@ -229,6 +235,7 @@ class SavedState(tf.train.experimental.PythonState):
         if not store.keys() and self._job is None:
             return  # a copy of an optimizer that was not built
         self._is_assigned, self._is_loading = False, True
+        self._gathered = None  # of the state before
         if not store.keys():
             warnings.warn(
                 f"Optimizer '{self._name}' finds no curvature in the loaded "

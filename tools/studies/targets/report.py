@@ -90,9 +90,9 @@ models; the test set was not used. The rates of Adam and Muon, and the batches
 and epochs of natural-gradient steps, were searched again with the full models.
 Natural-gradient steps have the default rate, and half or all of the epochs.
 Their setting is the first one to end as well as the best baseline on the
-held-out data. Keras' Muon leaves
-convolutions, attention projections, embeddings, biases and scales to AdamW;
-the output layer is excluded, as its documentation advises. The settings are in `docs/trainings.json`.
+held-out data. Keras' Muon leaves convolutions, attention projections,
+embeddings, biases and scales to AdamW; the output layer is excluded, as its
+documentation advises. The settings are in `docs/trainings.json`.
 """
 ABOUT_TINY = """\
 Final training loss, on up to 1,024 training examples: mean and standard error
