@@ -146,7 +146,7 @@ def test_freezing_the_kernel_of_a_covered_layer() -> None:
     train(model, optimizer)
     model.layers[1].kernel.trainable = False
     with pytest.raises(
-        ValueError, match=r"\['mlp/logits/bias'\].*new optimizer"
+        ValueError, match=r"\['mlp/logits/bias'\], whose.*new optimizer"
     ):
         model.compile(optimizer, loss())
     train(model, tfkfac.KFAC(step="natural"))

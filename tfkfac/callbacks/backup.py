@@ -24,7 +24,8 @@ from tfkfac.cluster.waiting import print_line
 from tfkfac.compat.models import set_first_epoch, skip_batches
 from tfkfac.distributed.agreement import exchange, find_differences, first_of
 from tfkfac.saving.entries import FORMAT, format_fault
-from tfkfac.shell.optimizer import SecondOrderOptimizer, find_optimizer
+from tfkfac.shell.loss_scale import find_optimizer
+from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 EXIT_CODE = 128 + signal.SIGTERM  # exit code of a shell after SIGTERM
 _SUFFIX = ".weights.h5"
@@ -149,7 +150,11 @@ class ChiefBackup(
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Create a callback from its config."""
+        """Create a callback from its config.
+
+        Args:
+            config: The result of `get_config`.
+        """
         return cls(**config)
 
     def __exit__(self, *error: Any) -> None:

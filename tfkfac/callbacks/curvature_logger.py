@@ -99,7 +99,11 @@ class CurvatureLogger(keras.callbacks.Callback):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Create a callback from its config."""
+        """Create a callback from its config.
+
+        Args:
+            config: The result of `get_config`.
+        """
         return cls(**config)
 
     @override

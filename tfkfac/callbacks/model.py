@@ -35,9 +35,9 @@ from tfkfac.compat.overrides import (
     override,
 )
 from tfkfac.compat.strategies import build_from_specs
-from tfkfac.shell.loss_scale import undo_overflows
+from tfkfac.shell.loss_scale import find_optimizer, undo_overflows
 from tfkfac.shell.model import uses_xla
-from tfkfac.shell.optimizer import SecondOrderOptimizer, find_optimizer
+from tfkfac.shell.optimizer import SecondOrderOptimizer
 from tfkfac.training.guards import as_errors
 
 _OVERRIDES, _BOUND = "_tfkfac_supervision", "_tfkfac_optimizer"

@@ -14,7 +14,8 @@ from tfkfac.cluster.waiting import print_line
 from tfkfac.compat.models import first_epoch
 from tfkfac.distributed.agreement import exchange, refuse_differences
 from tfkfac.distributed.topology import find_topology
-from tfkfac.shell.optimizer import SecondOrderOptimizer, largest_counts
+from tfkfac.shell.optimizer import SecondOrderOptimizer
+from tfkfac.training.guards import largest_counts
 
 # Batches since a callback with an integer `save_freq` saved: Keras counts them
 # over several calls of `fit`.

@@ -167,3 +167,10 @@ def undo_overflows(scaler: Any, optimizer: SecondOrderOptimizer) -> None:
         return undo
 
     on_overflow(scaler, prepare)
+
+
+def find_optimizer(optimizer: Any) -> SecondOrderOptimizer | None:
+    """Return a tfkfac optimizer, unwrapped from a loss scaler; else None."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer if isinstance(optimizer, SecondOrderOptimizer) else None

@@ -5,13 +5,7 @@ import copy
 import dataclasses
 import warnings
 import weakref
-from collections.abc import (
-    Callable,
-    Iterable,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, ClassVar, Self
 
 import keras
@@ -21,11 +15,7 @@ from tfkfac.capture.model_taps import BeforeTap, MetricsDecision, MetricsTap
 from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.checks import check_count
 from tfkfac.compat.models import is_saving_legacy_file
-from tfkfac.compat.optimizers import (
-    knows_variable,
-    raw_iterations,
-    variable_key,
-)
+from tfkfac.compat.optimizers import knows_variable, variable_key
 from tfkfac.compat.optimizers import trainable_variables as known_variables
 from tfkfac.compat.strategies import repair
 from tfkfac.distributed.agreement import check_agreement
@@ -49,6 +39,7 @@ from tfkfac.shell.model import (
 )
 from tfkfac.shell.rates import ScheduledOptimizer
 from tfkfac.shell.saving import SavedState
+from tfkfac.training.guards import largest_counts
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, weigh_loss
 
@@ -246,27 +237,16 @@ class SecondOrderOptimizer(ScheduledOptimizer):
         self.method.attach(self._job)
         if self.built:
             self.method.create()
-            self._check_roles()
+            _, others = self._divide(model.trainable_variables)
+            rest = self.rest_optimizer or self.inner_optimizer
+            lost = [v.path for v in others if not knows_variable(rest, v)]
+            if lost:
+                raise ValueError(
+                    f"Optimizer '{self.name}' was built with a curvature block "
+                    f"for {lost}, whose layers have frozen variables now. "
+                    "Compile the model with a new optimizer."
+                )
         return self
-
-    def _check_roles(self) -> None:
-        """Raise if weights changed between the inner and the rest optimizer."""
-        inner, rest = self.inner_optimizer, self.rest_optimizer
-        if rest is None:
-            return
-        keys = {variable_key(inner, v) for v in self.method.covered()}
-        moved = [
-            v.path
-            for v in self.bound_model().trainable_variables
-            if knows_variable(rest, v) == (variable_key(inner, v) in keys)
-        ]
-        if moved:
-            raise ValueError(
-                f"Optimizer '{self.name}' was built when {moved} had another "
-                "optimizer: a layer lost or got its curvature block, because "
-                "some of its variables were frozen, or a block registered. "
-                "Compile the model with a new optimizer."
-            )
 
     def bound_model(self) -> keras.Model:
         """Return the model that the optimizer is bound to.
@@ -316,15 +296,22 @@ class SecondOrderOptimizer(ScheduledOptimizer):
 
     def _build_wrapped(self, variables: list[keras.Variable]) -> None:
         """Build the inner and the rest optimizer for their variables."""
+        covered, others = self._divide(variables)
+        if self.rest_optimizer is not None:
+            self.rest_optimizer.build(others)
+        self.inner_optimizer.build(covered)
+
+    def _divide(
+        self, variables: Sequence[keras.Variable]
+    ) -> tuple[list[keras.Variable], list[keras.Variable]]:
+        """Return the variables of the inner and of the rest optimizer."""
         if self.rest_optimizer is None:
-            self.inner_optimizer.build(variables)
-            return
+            return list(variables), []
         inner = self.inner_optimizer
         keys = {variable_key(inner, v) for v in self.method.covered()}
         covered = [v for v in variables if variable_key(inner, v) in keys]
         others = [v for v in variables if variable_key(inner, v) not in keys]
-        self.rest_optimizer.build(others)
-        inner.build(covered)
+        return covered, others
 
     def build_in_scope(self, variables: Sequence[keras.Variable]) -> None:
         """Build the optimizer in its name scope, as Keras' `apply` does."""
@@ -366,36 +353,22 @@ class SecondOrderOptimizer(ScheduledOptimizer):
 
         Args:
             grads: Gradients of the mean loss; None for missing gradients.
-            trainable_variables: The variables; required in the first call.
-
-        Raises:
-            ValueError: If the variables are not those of the optimizer, or
-                their number is not that of the gradients.
+            trainable_variables: The variables. Defaults to the variables that
+                the optimizer was built with, else the model's.
         """
         if all(gradient is None for gradient in grads):
             self.inner_optimizer.apply(grads, trainable_variables)
             return
-        if trainable_variables is None and not self.built:
-            raise ValueError(
-                "Argument `trainable_variables` of `apply` must be given "
-                f"before optimizer '{self.name}' is built."
-            )
-        variables = list(trainable_variables or known_variables(self))
+        job = self._bound_job()
+        variables = known_variables(self) or job.model.trainable_variables
+        variables = list(trainable_variables or variables)
         if len(variables) != len(grads):
             raise ValueError(
-                "Argument `grads` must have an element for each variable. "
-                f"Received: {len(grads)} gradients of {len(variables)} "
-                "variables"
+                f"Argument `grads` must have {len(variables)} elements, as the "
+                f"variables. Received: {len(grads)} elements"
             )
         self.build_in_scope(variables)
-        for variable in variables:
-            if not knows_variable(self, variable):
-                raise ValueError(
-                    f"Optimizer '{self.name}' was built without variable "
-                    f"'{variable.path}'. Create a new optimizer, also after "
-                    "the set of trainable layers has grown."
-                )
-        job = self._bound_job()
+        self._check_variables_are_known(variables)
         batch = LossTap.open(job.model).pop_last(LossBatch())
         before = BeforeTap.open(job.model).pop_last([])
         if tf.executing_eagerly():
@@ -407,17 +380,6 @@ class SecondOrderOptimizer(ScheduledOptimizer):
         MetricsTap.open(job.model).record(decision)
         if tf.executing_eagerly():
             self.count_steps()
-
-    def apply_gradients(
-        self, grads_and_vars: Iterable[tuple[tf.Tensor | None, keras.Variable]]
-    ) -> keras.Variable:
-        """Update the variables; return the number of iterations.
-
-        Args:
-            grads_and_vars: Pairs of a gradient and its variable.
-        """
-        super().apply_gradients(grads_and_vars)
-        return raw_iterations(self.inner_optimizer)
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
@@ -636,20 +598,3 @@ class SecondOrderOptimizer(ScheduledOptimizer):
             ValueError: If the count of iterations was assigned.
         """
         self._saved_state.check_iterations()
-
-
-def find_optimizer(optimizer: Any) -> SecondOrderOptimizer | None:
-    """Return a tfkfac optimizer, unwrapped from a loss scaler; else None."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
-    return optimizer if isinstance(optimizer, SecondOrderOptimizer) else None
-
-
-def largest_counts(
-    counts: Mapping[tuple[str, int], int],
-) -> collections.Counter[str]:
-    """Return the maximum count over replicas by event text, if above 0."""
-    largest: collections.Counter[str] = collections.Counter()
-    for (text, _), count in counts.items():
-        largest |= collections.Counter({text: count})
-    return largest

@@ -1,6 +1,6 @@
 """Keras' settings and methods of an optimizer that wraps two others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import keras
@@ -169,6 +169,17 @@ class ScheduledOptimizer(KerasOptimizer):
             optimizer.exclude_from_weight_decay(var_list, var_names)
 
     # -------------------------------------------------------- other methods
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, keras.Variable]]
+    ) -> keras.Variable:
+        """Update the variables; return the number of iterations.
+
+        Args:
+            grads_and_vars: Pairs of a gradient and its variable.
+        """
+        self.apply(*zip(*grads_and_vars, strict=True))
+        return raw_iterations(self.inner_optimizer)
+
     @property
     def iterations(self) -> Any:
         """The inner optimizer's number of updates."""

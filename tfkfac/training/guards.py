@@ -16,10 +16,11 @@ type is logged to standard error.
 | a direction | drop all; plain step | `forgotten` | fosi/layouts |
 """
 
+import collections
 import contextlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -187,3 +188,13 @@ def as_errors() -> Iterator[None]:
                 f"Received: a label {match[1]}"
             ) from None
         raise
+
+
+def largest_counts(
+    counts: Mapping[tuple[str, int], int],
+) -> collections.Counter[str]:
+    """Return the maximum count over replicas by event text, if above 0."""
+    largest: collections.Counter[str] = collections.Counter()
+    for (text, _), count in counts.items():
+        largest |= collections.Counter({text: count})
+    return largest
