@@ -52,6 +52,7 @@ def _draw(
 
     figure, axes = pyplot.subplots(2, 4, figsize=(12, 6))
     for axis, name in zip(axes.flat, FULL_PROBLEMS, strict=True):
+        axis.set_visible(any((name, method) in curves for method in methods))
         for method in methods:
             if (name, method) in curves:
                 run, points = curves[name, method]
