@@ -72,9 +72,22 @@ def get_optimizer(callback: keras.callbacks.Callback) -> SecondOrderOptimizer:
     return optimizer
 
 
+class ConfigCallback(keras.callbacks.Callback):
+    """A callback that Keras creates from the result of `get_config`."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Create a callback from its config.
+
+        Args:
+            config: The result of `get_config`.
+        """
+        return cls(**config)
+
+
 @keras.saving.register_keras_serializable(package="tfkfac")
 class ChiefBackup(
-    keras.callbacks.Callback, contextlib.AbstractContextManager["ChiefBackup"]
+    ConfigCallback, contextlib.AbstractContextManager["ChiefBackup"]
 ):
     """Back up training after each epoch, and resume it after an interruption.
 
@@ -147,15 +160,6 @@ class ChiefBackup(
             "directory": str(self.directory),
             "delete_checkpoint": self.delete_checkpoint,
         }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """Create a callback from its config.
-
-        Args:
-            config: The result of `get_config`.
-        """
-        return cls(**config)
 
     def __exit__(self, *error: Any) -> None:
         """Restore the signal handler after `fit`, also after an error."""

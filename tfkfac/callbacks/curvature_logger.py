@@ -6,14 +6,14 @@ import math
 import pathlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.callbacks.backup import get_optimizer
+from tfkfac.callbacks.backup import ConfigCallback, get_optimizer
 from tfkfac.checks import check_count, if_given
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
@@ -29,7 +29,7 @@ class Value(NamedTuple):
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
-class CurvatureLogger(keras.callbacks.Callback):
+class CurvatureLogger(ConfigCallback):
     """Log scalars of the optimizer after each epoch or every `every` steps.
 
     - All optimizers: "skipped_steps", "seconds_per_step" (wall seconds).
@@ -96,15 +96,6 @@ class CurvatureLogger(keras.callbacks.Callback):
             "every": self.every,
             "layers": self.layers,
         }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """Create a callback from its config.
-
-        Args:
-            config: The result of `get_config`.
-        """
-        return cls(**config)
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:

@@ -69,7 +69,8 @@ class FOSIMethod(Method):
         self.timing = Timing(settings.warmup_steps, settings.update_interval)
         self.rate = NewtonRate(settings.alpha)
         self._geometry: Geometry | None = None
-        self._keys: list[Hashable] = []  # of the weights of the directions
+        # Keys of the weights that the directions belong to.
+        self._keys: list[Hashable] = []
         self._warmup_updates = -1  # length of the default warm-up; -1: unknown
 
     # ------------------------------------------------------------ the step

@@ -47,8 +47,8 @@ class FOSI(SecondOrderOptimizer):
     replica has a part of the Lanczos basis and of the directions.
 
     FOSI helps for nearly quadratic losses with few extreme directions, on
-    large batches, with SGD as inner optimizer. On other networks it
-    needed fewer steps than Adam at first, but no fewer to the end. One
+    large batches, with SGD as inner optimizer. On other networks
+    `FOSI` needed fewer steps than Adam at first, but no fewer to the end. One
     estimation after 5 to 10 % of a run was as good as ten; 3 to 5 directions
     were as good as more.
 

@@ -235,7 +235,7 @@ class SavedState(tf.train.experimental.PythonState):
         if not store.keys() and self._job is None:
             return  # a copy of an optimizer that was not built
         self._is_assigned, self._is_loading = False, True
-        self._gathered = None  # of the state before
+        self._gathered = None  # older than the loaded state
         if not store.keys():
             warnings.warn(
                 f"Optimizer '{self._name}' finds no curvature in the loaded "
