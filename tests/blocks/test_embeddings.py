@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
+import tfkfac
 from tests.support.harness import (
     assert_close,
     check_factors,
@@ -110,6 +111,53 @@ def test_positions_of_padding_do_not_count() -> None:
     step = train_once(model, x, targets(model, x), loss="mse")
     want = np.array([2, 2, 1, 1, 0]) / 6
     assert_close(step.of("block")["A"], want, 1e-6, "A")
+
+
+class FirstTokens(layers.Layer):
+    """Changes the number of tokens, but not Keras' mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.supports_masking = True
+
+    def call(self, x: Any) -> Any:
+        return x[:, :3]
+
+
+def test_masks_of_other_shapes_do_not_count() -> None:
+    x = np.array([[1, 2, 0, 0, 0], [3, 1, 1, 2, 0]], "int32")
+    steps = []
+    for mask_zero in (True, False):
+        inputs = keras.Input((TIME,), dtype="int32")
+        tokens = layers.Embedding(TOKENS, WIDTH, mask_zero=mask_zero)(inputs)
+        hidden = layers.Dense(2, name="block")(FirstTokens()(tokens))
+        outputs = layers.Dense(2)(layers.Flatten()(hidden))
+        model = keras.Model(inputs, outputs)
+        randomize(model)
+        steps.append(train_once(model, x, targets(model, x), loss="mse"))
+    for name, factor in steps[0].of("block").items():
+        np.testing.assert_array_equal(factor, steps[1].of("block")[name])
+
+
+def test_ragged_tokens() -> None:
+    """A is the frequency of the tokens."""
+
+    class Mean(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = layers.Embedding(TOKENS, WIDTH, name="block")
+
+        def call(self, x: Any) -> Any:
+            return tf.reduce_mean(self.block(x), 1)
+
+    model = Mean()
+    x = tf.ragged.constant([[1, 2, 0], [1], [3, 1]], dtype=tf.int32)
+    model(x)
+    model.compile(tfkfac.KFAC(step="natural"), "mse", run_eagerly=True)
+    model.train_on_batch(x, np.ones([3, WIDTH]))
+    (factors_of_block,) = model.optimizer.factors().values()
+    want = np.array([1, 3, 1, 1, 0, 0]) / 6
+    assert_close(factors_of_block["A"], want, 1e-6, "A")
 
 
 # ---------------------------------------------------- reversible embeddings

@@ -153,11 +153,17 @@ def test_several_weights() -> None:
 def test_precedence_of_registrations() -> None:
     """The last registration replaces earlier and built-in ones.
 
-    It includes subclasses, unless they override `call`.
+    It includes subclasses, unless they override `call` or `convolution_op`.
     """
 
     class Same(Doubled):
         pass
+
+    class Standardised(layers.Conv2D):
+        def convolution_op(self, inputs: Any, kernel: Any) -> Any:
+            return super().convolution_op(
+                inputs, kernel / keras.ops.std(kernel)
+            )
 
     class Other(Doubled):
         def call(self, x: Any, training: Any = None) -> Any:
@@ -169,6 +175,7 @@ def test_precedence_of_registrations() -> None:
     for layer in (Doubled(2), Linear(), Same(2)):
         assert registry.block_types(layer) == {"": DenseBlock}
     assert registry.block_types(Other(2)) == {}
+    assert registry.block_types(Standardised(2, 3)) == {}
     tfkfac.register_block(layers.Dense, block=SquareBlock)
     assert registry.block_types(layers.Dense(2)) == {"": SquareBlock}
 

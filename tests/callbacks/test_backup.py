@@ -230,6 +230,17 @@ def test_a_directory_is_not_deleted(copied: Path, trained: Any) -> None:
     assert names(copied) == [NEWEST]
 
 
+def test_a_finished_job(copied: Path, trained: Any) -> None:
+    """A resumed `fit` without an epoch left does not shorten the next one.
+
+    Files of `ModelCheckpoint` in the same directory stay.
+    """
+    (copied / "epoch-02.weights.h5").touch()
+    assert fit(trained, 2, ChiefBackup(copied)).epoch == []
+    assert names(copied) == ["epoch-02.weights.h5"]
+    assert fit(trained, 1).epoch == [0]
+
+
 def test_a_full_disk(copied: Path, trained: Any) -> None:
     """The last backup stays, with a warning, and training continues.
 
@@ -255,6 +266,8 @@ def test_unsuitable_models_are_refused(tmp_path: Path) -> None:
     unbuilt.compile(tfkfac.KFAC(), loss())
     with pytest.raises(ValueError, match="with a built model"):
         fit(unbuilt, 1, ChiefBackup(tmp_path))
+    with pytest.raises(ValueError, match="not a URL"):
+        ChiefBackup("gs://bucket/run")
 
 
 def job(optimizer: Any = None, units: int = 5, **compiled: Any) -> Any:

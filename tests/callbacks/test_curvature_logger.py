@@ -97,6 +97,24 @@ def test_ritz_values_of_fosi(run_eagerly: Any) -> None:
         assert history[f"curvature/ritz_value_{i}"][-1] == pytest.approx(value)
 
 
+def test_columns_of_the_first_epoch(tmp_path: Path) -> None:
+    """Metrics may be arrays; Ritz values are NaN before the estimation."""
+    model = mlp()
+    model.compile(
+        tfkfac.FOSI(num_largest=2, warmup_steps=1000),
+        keras.losses.CategoricalCrossentropy(from_logits=True),
+        metrics=[keras.metrics.F1Score()],
+        run_eagerly=True,
+    )
+    one_hot = keras.utils.to_categorical(Y)
+    logger = CurvatureLogger(tmp_path, every=1)
+    history = model.fit(X, one_hot, verbose=0, callbacks=[logger]).history
+    assert history["f1_score"][0].shape == one_hot.shape[1:]
+    assert np.isnan(history["curvature/ritz_value_1"]).all()
+    assert history["curvature/seconds_per_step"][0] > 0
+    assert "curvature/ritz_value_2" not in history
+
+
 @pytest.mark.slow
 def test_steps_of_gauss_newton_under_a_strategy() -> None:
     """The strategy mirrors `iterations` of the optimizer."""

@@ -192,6 +192,32 @@ def test_second_derivative_of_bilinear_resizing() -> None:
         assert_close(got, want, 1e-3)
 
 
+def test_scope_of_several_replicas() -> None:
+    """Keras would divide the loss by the number of replicas."""
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model, x, y = ready()
+        vector = noise(weight_count(model))
+        with pytest.raises(ValueError, match=r"outside of `strategy\.scope"):
+            hessian_vector_product(model, x, y, vector)
+
+
+def test_one_trace() -> None:
+    calls = []
+
+    def counted(y: Any, p: Any) -> Any:
+        calls.append(1)
+        return tf.reduce_mean((y - p) ** 2)
+
+    model = sequential(layers.Dense(2), shape=(3,))
+    model.compile("sgd", counted)
+    x, y, vector = noise(4, 3), noise(4, 2), noise(8)
+    hessian_vector_product(model, x, y, vector)
+    traced = len(calls)
+    hessian_vector_product(model, x, y, vector)
+    assert len(calls) == traced > 0
+
+
 def test_wrong_models() -> None:
     x, y = inputs((3,)), noise(ROWS, 2)
     model = network(*ZOO["tanh"])

@@ -295,13 +295,39 @@ def test_layer_called_in_a_nested_function() -> None:
         step()
 
 
-def test_gradients_for_half_of_a_layer() -> None:
+@pytest.mark.parametrize("step", ["natural", "spectral"])
+def test_gradients_for_half_of_a_layer(step: str) -> None:
+    """A bias without a gradient stays; the kernel is trained."""
     model = mlp()
-    optimizer = tfkfac.KFAC(step="natural").attach(model)
+    optimizer = tfkfac.KFAC(step=step).attach(model)
+    before = model.get_weights()
     gradients = gradients_of(model, X, Y)
     gradients[1] = None
-    with pytest.raises(ValueError, match=r"'hidden'.*kernel.*bias.*only"):
-        optimizer.apply(gradients, model.trainable_variables)
+    optimizer.apply(gradients, model.trainable_variables)
+    changed = [
+        not np.array_equal(x, y)
+        for x, y in zip(before, model.get_weights(), strict=True)
+    ]
+    assert changed == [True, False, True, True]
+
+
+def test_layers_with_a_penalty_only() -> None:
+    """A loss does not depend on them, so their weights are only multiplied."""
+    penalties = {"kernel_regularizer": "l2", "bias_regularizer": "l2"}
+    inputs = keras.Input(X.shape[1:])
+    cut = layers.Dense(3, name="cut", bias_initializer="ones", **penalties)
+    hidden = layers.Lambda(tf.stop_gradient)(cut(inputs))
+    head = layers.Dense(2, name="head", kernel_regularizer="l2")
+    outputs = [layers.Dense(CLASSES)(hidden), head(hidden)]
+    model = keras.Model(inputs, outputs)
+    model.compile(tfkfac.KFAC(), [loss(), None], run_eagerly=True)
+    weights = [*cut.weights, head.kernel]
+    before = [w.numpy() for w in weights]
+    model.train_on_batch(X, [Y, np.zeros([len(Y), 2])])
+    for old, weight in zip(before, weights, strict=True):
+        ratios = weight.numpy() / old
+        assert 0.9 < ratios.max() < 1
+        np.testing.assert_allclose(ratios, ratios.max(), rtol=1e-5)
 
 
 def test_averages_outside_of_fit() -> None:

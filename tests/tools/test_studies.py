@@ -202,6 +202,9 @@ def test_equal_seconds() -> None:
     assert "tuned Adam and Muon on **0 of 1 problems**, level on 0, w" in text
     assert "At equal epochs it ends better on **1 of 1 problems**" in text
     assert "**2.00 of Adam's processor seconds**" in text
+    assert "(not run: autoencoder, " in text and "Adam only" not in text
+    others = [r for r in records if r["run"]["method"] != "muon"]
+    assert "; vae: Adam only)" in report.headline(others)
     _, [row] = report.summary(records)
     assert row[3:] == [
         "1.055 ± 0.0071", "Adam, 8 epochs: 0.555 ± 0.0071", "worse",

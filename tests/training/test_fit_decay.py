@@ -129,6 +129,41 @@ FITS: list[tuple[dict[str, Any], list[float]]] = [
 ]
 
 
+class CustomStep(keras.Sequential):
+    """A model with a list of the numbers of updates of its next batches."""
+
+    updates: list[int]
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=outputs)
+        weights = self.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        for _ in range(self.updates.pop(0)):
+            self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("updates", [[0, 1], [2, 2]])
+def test_rates_of_other_numbers_of_updates(updates: list[int]) -> None:
+    """The first epoch counts the updates, and the others decay to 0."""
+    model = CustomStep(mlp().layers)
+    optimizer = spectral()
+    model.compile(optimizer, loss(), run_eagerly=True)
+    model.updates = updates * 6
+    rates = fit(model, epochs=3)
+    earlier = np.cumsum([0, *updates * 6])
+    in_epoch = earlier[STEPS]  # updates of each epoch
+    expected = 1 - earlier[:STEPS] / 12
+    start = 1 - in_epoch / 12
+    later = earlier[STEPS:-1] - in_epoch
+    expected = [*expected, *(start * (1 - later / (2 * in_epoch)))]
+    assert rates == pytest.approx(expected)
+    assert earlier[-1] == optimizer.iterations
+
+
 def test_rates_of_each_fit() -> None:
     """Each `fit` falls from the peak over its own length, in one trace.
 

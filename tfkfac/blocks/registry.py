@@ -275,8 +275,8 @@ _registered: dict[type[keras.layers.Layer], BlockTypes] = {}
 def block_types(layer: keras.layers.Layer) -> BlockTypes:
     """Return the block classes of a layer by prefix, possibly empty.
 
-    A subclass of a known class has the same blocks, unless it overrides
-    `call`: its computation is then unknown.
+    A subclass of a known class has the same blocks, unless it overrides `call`
+    or `convolution_op`: its computation is then unknown.
 
     Args:
         layer: The layer.
@@ -284,7 +284,10 @@ def block_types(layer: keras.layers.Layer) -> BlockTypes:
     for base in type(layer).__mro__:
         types = _types_of_class(base)
         if types is not None:
-            same_call = type(layer).call is getattr(base, "call", None)
+            same_call = all(
+                getattr(type(layer), name, None) is getattr(base, name, None)
+                for name in ("call", "convolution_op")
+            )
             return types if same_call else {}
     return {}
 

@@ -29,7 +29,8 @@ from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 EXIT_CODE = 128 + signal.SIGTERM  # exit code of a shell after SIGTERM
 _SUFFIX = ".weights.h5"
-_NAME = re.compile(r"epoch-(\d+)(?:_batch-(\d+))?\.weights\.h5")
+# The numbers of digits differ from usual names of `ModelCheckpoint`.
+_NAME = re.compile(r"epoch-(\d{6,})(?:_batch-(\d{9,}))?\.weights\.h5")
 _MISSING = "is not there"  # reported for a file that this worker cannot see
 _POSITION_GROUP = "chief_backup"
 _SETTINGS = "settings"  # dataset of the group with compressed JSON
@@ -131,11 +132,11 @@ class ChiefBackup(
             normally. Defaults to True.
 
     Raises:
-        ValueError: In `fit`, if the model has no optimizer of this package or
-            is not built, if the workers do not see the same backups, if a
-            backup is of another model or optimizer or in a format of another
-            version of tfkfac, or if there are backups and all of them are
-            damaged.
+        ValueError: If `directory` is a URL. In `fit`, if the model has no
+            optimizer of this package or is not built, if the workers do not
+            see the same backups, if a backup is of another model or optimizer
+            or in a format of another version of tfkfac, or if there are
+            backups and all of them are damaged.
     """
 
     save_freq = "epoch"
@@ -145,6 +146,12 @@ class ChiefBackup(
         self, directory: str | pathlib.Path, delete_checkpoint: bool = True
     ) -> None:
         super().__init__()
+        if "://" in str(directory):
+            raise ValueError(
+                "Argument `directory` must be a path in a file system, for "
+                "example of a mounted bucket, not a URL. "
+                f"Received: directory={directory!r}"
+            )
         self.directory = pathlib.Path(directory)
         self.delete_checkpoint = delete_checkpoint
         self._context = contextlib.ExitStack()
@@ -164,6 +171,8 @@ class ChiefBackup(
     def __exit__(self, *error: Any) -> None:
         """Restore the signal handler after `fit`, also after an error."""
         self._stopping = None
+        if self.model is not None:  # `fit` may have no epoch left
+            set_first_epoch(self.model, None)
         self._context.close()
         if self._sigterm_received:  # received after the last batch
             self._sigterm_received = False

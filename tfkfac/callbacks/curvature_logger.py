@@ -32,11 +32,12 @@ class Value(NamedTuple):
 class CurvatureLogger(ConfigCallback):
     """Log scalars of the optimizer after each epoch or every `every` steps.
 
-    - All optimizers: "skipped_steps", "seconds_per_step" (wall seconds).
+    - All optimizers: "skipped_steps", "seconds_per_step" (wall seconds since
+      the last point).
     - `KFAC`: `KFAC.last_step`, "factor_updates", "inverse_updates"; for each
       layer whose factors this process stores, the "trace" of its Kronecker
       block A x G and the "condition" number of A x G + damping I.
-    - `FOSI`: "ritz_value_i".
+    - `FOSI`: "ritz_value_i", NaN before the first estimation.
     - `GaussNewton`: `GaussNewton.last_step`.
 
     At the end of an epoch the scalars of the whole model are added to `logs` as
@@ -54,9 +55,9 @@ class CurvatureLogger(ConfigCallback):
             Defaults to None.
         every: Batches between two logged points. Defaults to None: log
             only at the ends of epochs.
-        layers: True to log the scalars of each layer. This computes the
-            eigenvalues of all factors: wall seconds for factors of thousands
-            of rows. Defaults to True.
+        layers: True to write the scalars of each layer to the directory. This
+            computes the eigenvalues of all factors: wall seconds for factors of
+            thousands of rows. Defaults to True.
 
     Raises:
         ValueError: If `every` is not a positive integer, or TensorBoard is
@@ -86,6 +87,7 @@ class CurvatureLogger(ConfigCallback):
         self._batches = 0
         self._logged = 0  # number of updates at the last call
         self._last_time = 0.0
+        self._seconds_per_step = math.nan
         self._writer: Any = None
 
     def get_config(self) -> dict[str, Any]:
@@ -131,7 +133,9 @@ class CurvatureLogger(ConfigCallback):
         """Write all scalars; add the scalars of the model to `logs`."""
         steps = int(get_optimizer(self).method.job.clock)
         values = list(self._values(steps))
-        scalars = [*(Value(k, float(v)) for k, v in logs.items()), *values]
+        # Some metrics of Keras are arrays, such as `F1Score`.
+        metrics = {k: v for k, v in logs.items() if not np.ndim(v)}
+        scalars = [*(Value(k, float(v)) for k, v in metrics.items()), *values]
         if self._writer is not None:
             with self._writer.as_default():
                 for quantity, number, layer in scalars:
@@ -148,10 +152,14 @@ class CurvatureLogger(ConfigCallback):
         optimizer = get_optimizer(self)
         if steps > self._logged:
             elapsed_s = time.perf_counter() - self._last_time
-            yield Value("seconds_per_step", elapsed_s / (steps - self._logged))
+            self._seconds_per_step = elapsed_s / (steps - self._logged)
+        yield Value("seconds_per_step", self._seconds_per_step)
         yield Value("skipped_steps", int(optimizer.skipped_steps))
         if isinstance(optimizer, FOSI):
-            for i, value in enumerate(optimizer.spectrum()):
+            values = optimizer.spectrum()
+            if not len(values):  # `CSVLogger` has the columns of epoch 1
+                values = np.full([optimizer.method.geometry.directions], np.nan)
+            for i, value in enumerate(values):
                 yield Value(f"ritz_value_{i}", float(value))
         if not isinstance(optimizer, KFAC | GaussNewton):
             return
@@ -160,7 +168,7 @@ class CurvatureLogger(ConfigCallback):
         if isinstance(optimizer, KFAC):
             yield Value("factor_updates", int(optimizer.factor_updates))
             yield Value("inverse_updates", int(optimizer.inverse_updates))
-            if self.layers and "damping" in last_step:
+            if self.layers and self._writer and "damping" in last_step:
                 damping = last_step["damping"]
                 for path, factors in optimizer.factors().items():
                     trace, condition = layer_curvature(factors, damping)

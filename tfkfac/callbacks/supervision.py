@@ -22,6 +22,9 @@ from tfkfac.training.guards import largest_counts
 _batches_since_save: weakref.WeakKeyDictionary[
     keras.callbacks.Callback, int
 ] = weakref.WeakKeyDictionary()
+# Fraction of the steps of an epoch that may be skipped, for example while a
+# loss scale is searched. With more, updates are not made once for each batch.
+_SKIPS = 0.1
 
 
 class Supervision(keras.callbacks.Callback):
@@ -58,7 +61,7 @@ class Supervision(keras.callbacks.Callback):
         # `save_freq` and batches since the last file of all callbacks.
         self._frequencies: list[tuple[str | int | None, int]] = []
         self._batches = 0
-        # Number of batches before `fit`, while its length is unknown.
+        # Number of batches before `fit`; None after the first epoch.
         self._first_batch: int | None = None
         # `plan.end` at the start of `fit`; loading a backup changes `plan.end`.
         self._previous_end: int | None = None
@@ -138,15 +141,16 @@ class Supervision(keras.callbacks.Callback):
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._first_batch is not None:
-            # The number of batches per epoch is known after the first epoch.
+            # The number of batches per epoch may be unknown in the first epoch,
+            # and a custom `train_step` may not update once for each batch.
             plan, now = self._optimizer.plan, self._optimizer.num_updates
-            epochs = self.params["epochs"]
+            epochs, steps = self.params["epochs"], int(plan.steps.numpy())
             batches = self._num_batches() - self._first_batch
             num_left = self._count_updates((epochs - epoch - 1) * batches)
             if plan.end is None:
                 plan.begin(now, num_left, epochs)
-            else:
-                plan.move_end(now, num_left, 0)
+            elif abs(batches - steps) > _SKIPS * steps:
+                plan.move_end(now, num_left, steps)
             self._first_batch = None
         # Count the events of this `fit` on all workers after each epoch:
         # workers may reach the end of `fit` at different times.
@@ -228,6 +232,8 @@ class Supervision(keras.callbacks.Callback):
             plan.move_end(now, num_left, steps)
         else:
             plan.begin(now, num_left, epochs, steps)
+            if not skips and epochs - epoch > 1:
+                self._first_batch = self._num_batches()
 
     def _start_run(self) -> None:
         """Set the run length of the method; check that all workers agree."""

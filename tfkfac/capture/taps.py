@@ -97,6 +97,7 @@ class Tap:
     def __init__(self, layer: keras.layers.Layer) -> None:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._records: TraceLists[TimedRecord] = TraceLists()
+        self._called: TraceLists[bool] = TraceLists()
         self._moments: dict[int, Any] = {}
         self._is_nested = False
         self._names = list(inspect.signature(layer.call).parameters)
@@ -135,6 +136,12 @@ class Tap:
         return NESTED if tap is not None and tap._is_nested else None
 
     @staticmethod
+    def was_called(layer: keras.layers.Layer) -> bool:
+        """True if this replica has called the layer since the last query."""
+        tap = kept_on(layer, _TAP)
+        return tap is not None and bool(tap._called.pop_items())
+
+    @staticmethod
     def calls(layer: keras.layers.Layer) -> list[list[Record]]:
         """Remove and return this replica's records, one list for each call."""
         tap = kept_on(layer, _TAP)
@@ -159,7 +166,12 @@ class Tap:
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         inputs = arguments.pop(self._names[0])
         mask = mask_of(inputs)
+        if mask is not None:
+            # Keras hands masks on through layers that change the positions.
+            shape = tf.TensorShape(inputs.shape)[: mask.shape.rank]
+            mask = mask if shape.is_compatible_with(mask.shape) else None
         call_time, replica = next(_clock), replica_id()
+        self._called.current(replica)[:] = [True]
         # Do not capture `self`: a tape would keep the layer alive in a cycle.
         records = self._records
         # Forward mode calls `record` before the layer computes its moments.
@@ -230,6 +242,8 @@ def watch(tensor: tf.Tensor, record: Recorder) -> tf.Tensor:
 
     In forward mode `record` is called before there is a result, with None.
     """
+    if isinstance(tensor, tf.RaggedTensor):
+        return tensor.with_flat_values(watch(tensor.flat_values, record))
     result: list[tf.Tensor] = []
 
     def backward(gradient: tf.Tensor) -> tf.Tensor:

@@ -13,7 +13,7 @@ from tfkfac.compat.models import compiled_loss, loss_takes_training
 from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.linalg.lanczos import Lanczos, Product, random_vector, ritz_pairs
 from tfkfac.linalg.vectors import padded_size
-from tfkfac.loss.batch import training_call
+from tfkfac.loss.batch import LossTap, training_call
 
 __all__ = ["hessian_vector_product", "lanczos"]
 
@@ -147,8 +147,8 @@ def hessian_vector_product(
 
     Raises:
         TypeError: If `model` is not a `keras.Model`, or `vectors` not numbers.
-        ValueError: If the model is not built and compiled, or if shapes do not
-            match.
+        ValueError: If the model is not built and compiled, if shapes do not
+            match, or in the scope of a strategy of several replicas.
         NotImplementedError: If an operation of the model has no second
             derivative. The message names the layer.
     """
@@ -189,6 +189,12 @@ def hessian_vector_product(
             f"Received: vectors of shape {columns.shape}"
         )
     batch = keras.tree.map_structure(as_batch_tensor, (x, y, sample_weight))
+    if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+        raise ValueError(
+            "`hessian_vector_product` must be called outside of "
+            "`strategy.scope()`, where Keras divides losses by the number of "
+            "replicas."
+        )
     is_vector = columns.shape.rank == 1
     rows = columns[None] if is_vector else tf.transpose(columns)
     images = _compiled_product(model)(batch, rows)
@@ -204,6 +210,7 @@ _products: weakref.WeakKeyDictionary[
 
 def _compiled_product(model: keras.Model) -> Callable[..., tf.Tensor]:
     """Return the traced Hessian product; trace again if the model changed."""
+    LossTap.open(model)  # replaces `compute_loss`, of which the key has the id
     variables = tuple(id(v) for v in model.trainable_variables)
     # Cache ids only: references would keep the model alive.
     loss = getattr(model.compute_loss, "__func__", model.compute_loss)

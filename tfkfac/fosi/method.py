@@ -131,7 +131,7 @@ class FOSIMethod(Method):
     @override
     def set_run_length(self, steps: int | None) -> None:
         """Set the default warm-up, unless it is already set or over."""
-        if self.settings.warmup_steps is not None:
+        if self.settings.warmup_steps is not None or steps == 0:
             return
         for state in self.states[:1]:
             if max(int(state.warmup.numpy()), int(state.last.numpy())) >= 0:

@@ -35,8 +35,8 @@ class ActiveBlock:
     position: int
     """Position among all blocks."""
     block: Block
-    indices: tuple[int, ...]
-    """Indices of the block's gradients in the step's list."""
+    indices: tuple[int | None, ...]
+    """Indices of the block's gradients in the step's list; None: no gradient"""
     used: Block
     """The block that computes the statistics of this step."""
     records: Sequence[Record]
@@ -48,6 +48,15 @@ class ActiveBlock:
     """Largest number of rows that are cheaper than the dense gradient."""
     output_scale: tf.Tensor | None = None
     """Factor of D; the damping is divided by its square. None for 1."""
+
+    def gradients(self, step: Step) -> list[tf.Tensor]:
+        """Return the gradients of all weights; zeros without a gradient."""
+        return [
+            tf.zeros(v.shape, self.block.dtype)
+            if i is None
+            else step.gradients[i]
+            for i, v in zip(self.indices, self.block.variables, strict=True)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,30 +100,49 @@ def active_groups(
 def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
     """Return the blocks that have gradients and records in this step.
 
-    Exclude blocks that do not support the calls of their layer in this step.
+    Exclude blocks that do not support the calls of their layer in this step,
+    and blocks that no loss depends on: their gradients are those of penalties.
     Count gradients that match no recorded backward pass.
     """
     key_of = functools.partial(variable_key, step.job.inner_optimizer)
     pairs = zip(step.variables, step.gradients, strict=True)
     index = {key_of(v): i for i, (v, g) in enumerate(pairs) if g is not None}
     layers = {id(block.layer): block.layer for block in state.blocks}
+    was_called = {key: Tap.was_called(layer) for key, layer in layers.items()}
     calls = {key: Tap.calls(layer) for key, layer in layers.items()}
     blocks, explained = [], []
     for position, block in enumerate(state.blocks):
-        gradient_indices = [index.get(key_of(v)) for v in block.variables]
-        indices = tuple(i for i in gradient_indices if i is not None)
-        if not indices:
+        indices = tuple(index.get(key_of(v)) for v in block.variables)
+        weights = [
+            v
+            for v, i in zip(block.variables, indices, strict=True)
+            if i is not None
+        ]
+        if not weights:
             continue
         used = block.used_as(calls[id(block.layer)])
         block_records = used.relevant(calls[id(block.layer)])
         if block.skip_reason:
             continue
-        _check(block, None not in gradient_indices, bool(block_records))
-        gradients = [step.gradients[i] for i in indices]
-        records, is_explained = records_of(used, block_records, gradients)
+        if not block_records:
+            has_penalties = all(v.regularizer is not None for v in weights)
+            if has_penalties and was_called[id(block.layer)]:
+                continue
+            raise ValueError(
+                f"Layer '{block.path}' has a gradient, but no call of it was "
+                "recorded in this training step. Its weights are used without "
+                "calling the layer, or inside a loop or a nested "
+                "`tf.function`; or the optimizer was attached after the "
+                "forward pass. Leave the layer to the rest optimizer with "
+                f"skip_layers=['{block.path}']."
+            )
+        active = ActiveBlock(position, block, indices, used, ())
+        records, is_explained = records_of(
+            used, block_records, active.gradients(step)
+        )
         if is_explained is not None:
             explained.append(([position], is_explained[None]))
-        blocks.append(ActiveBlock(position, block, indices, used, records))
+        blocks.append(dataclasses.replace(active, records=records))
     if explained:
         count_each(
             tf.logical_not(state.counters.flags(explained)),
@@ -125,25 +153,6 @@ def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
             "from the nearest of these.",
         )
     return blocks
-
-
-def _check(block: Block, complete: bool, recorded: bool) -> None:
-    if not complete:
-        names = [v.name for v in block.variables]
-        raise ValueError(
-            f"Layer '{block.path}' has gradients for some of its weights "
-            f"{names} only. Pass all of them, or leave the layer to the rest "
-            f"optimizer with skip_layers=['{block.path}']."
-        )
-    if not recorded:
-        raise ValueError(
-            f"Layer '{block.path}' has a gradient, but no call of it was "
-            "recorded in this training step. Its weights are used without "
-            "calling the layer, or inside a loop or a nested `tf.function`; "
-            "or the optimizer was attached after the forward pass. "
-            "Leave the layer to the rest optimizer with "
-            f"skip_layers=['{block.path}']."
-        )
 
 
 # rows; blocks with a lower row limit always use the dense gradient
@@ -176,7 +185,10 @@ def with_rows(
                 # The elements of `a^T g` are at most `sum |a| * sum |g|`.
                 # Squared norms could overflow for a finite gradient.
                 sums = [tf.reduce_sum(tf.abs(x)) for x in (W.a, W.g)]
-                step.drop_gradients(layer.indices, sums[0] * sums[1])
+                step.drop_gradients(
+                    [i for i in layer.indices if i is not None],
+                    sums[0] * sums[1],
+                )
                 by_position[layer.position] = dataclasses.replace(
                     layer, rows=W, row_limit=limit
                 )
@@ -189,11 +201,10 @@ def _rows(layer: ActiveBlock, step: Step, limit: int) -> RowGradient | None:
     The applied gradient must be exactly `a^T g` (`is_product`). Workers whose
     batches differ in size make the same choice.
     """
-    if len(layer.records) != 1:
+    if len(layer.records) != 1 or None in layer.indices:
         return None
     (record,), specs = layer.records, layer.block.factors
-    applied = [step.gradients[i] for i in layer.indices]
-    if not is_product(applied, record.inputs, record.gradient):
+    if not is_product(layer.gradients(step), record.inputs, record.gradient):
         return None
     elements = record.gradient.shape.num_elements()
     if step.group.size == 1 and elements and elements > limit * specs["G"].size:

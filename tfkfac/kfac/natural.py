@@ -320,8 +320,7 @@ def total_of(products: Sequence[tf.Tensor]) -> tf.Tensor:
 def matrices_of(group: ActiveGroup, step: Step) -> MatrixGradient:
     """Return W of the layers of a group with dense gradients."""
     matrices = [
-        layer.block.to_matrix([step.gradients[i] for i in layer.indices])
-        for layer in group.layers
+        layer.block.to_matrix(layer.gradients(step)) for layer in group.layers
     ]
     W = tf.stack(matrices)
     W.set_shape([len(matrices), *group.layers[0].block.gradient_shape])
@@ -416,7 +415,8 @@ def replace_gradients(
         for layer, gradient in zip(layers, by_layer, strict=True):
             new = layer.block.from_gradient(gradient)
             for i, weights in zip(layer.indices, new, strict=True):
-                replaced[i] = weights
+                if i is not None:
+                    replaced[i] = weights
     return replaced
 
 

@@ -304,7 +304,7 @@ class OutputFit(NamedTuple):
         variables = layer.block.variables
         shapes = [tuple(v.shape) for v in variables]
         columns = z.shape[-1]
-        is_plain = len(variables) == len(layer.indices) and columns is not None
+        is_plain = None not in layer.indices and columns is not None
         is_plain &= tf.TensorShape(y.shape[1:]).is_compatible_with(z.shape[1:])
         is_plain &= shapes[0][-1:] == (columns,)
         is_plain &= shapes[1:] in ([], [(columns,)])
@@ -348,6 +348,7 @@ class OutputFit(NamedTuple):
         return {
             i: (due, alpha - 1, offset)
             for i, offset in zip(self.layer.indices, offsets, strict=False)
+            if i is not None
         }
 
 

@@ -136,7 +136,9 @@ class Saved:
             raise ValueError(
                 f"The saved state of optimizer '{optimizer}' is of other "
                 f"layers. Only in the file: {sorted(saved - expected)}. "
-                f"Only in the model: {sorted(expected - saved)}."
+                f"Only in the model: {sorted(expected - saved)}. To load the "
+                "weights alone, call `model.load_weights` before `compile`, or "
+                "with `skip_mismatch=True`."
             )
         pairs = zip(in_model, in_file, strict=True)
         self._paths = {path: saved for (*_, path), (*_, saved) in pairs}

@@ -97,7 +97,9 @@ class FitDecay(LearningRateSchedule):
     goes on with the same rates. Each `fit` starts at the peak.
 
     If Keras does not know the number of batches, the rate is constant in the
-    first epoch and falls linearly over the others. Outside of `fit` the rate
+    first epoch and falls linearly over the others. If a custom `train_step`
+    does not update once for each batch, T is corrected after the first epoch:
+    the rate falls to 0 from its value there. Outside of `fit` the rate
     is constant, unless `optimizer.begin_run(steps)` sets the length.
 
     Use it in an optimizer of tfkfac, as the learning rate of the inner or the
