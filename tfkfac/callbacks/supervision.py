@@ -22,8 +22,8 @@ from tfkfac.training.guards import largest_counts
 _batches_since_save: weakref.WeakKeyDictionary[
     keras.callbacks.Callback, int
 ] = weakref.WeakKeyDictionary()
-# Fraction of the steps of an epoch that may be skipped, for example while a
-# loss scale is searched. With more, updates are not made once for each batch.
+# Fraction of the steps of an epoch that Keras may skip while it searches a loss
+# scale. With more, updates are not made once for each batch.
 _SKIPS = 0.1
 
 
@@ -174,9 +174,10 @@ class Supervision(keras.callbacks.Callback):
             print_line(f"{self._optimizer.name} in this fit: {counts}")
 
     def _num_batches(self) -> int:
-        """Return the number of batches so far, with pending micro-batches."""
+        """Return the batches so far, pending and skipped ones included."""
         per_update, pending = self._optimizer.method.accumulation()
-        return self._optimizer.num_updates * per_update + pending
+        steps = self._optimizer.num_updates + int(self._optimizer.skipped_steps)
+        return steps * per_update + pending
 
     def _count_updates(self, batches: int) -> int:
         """Return the number of updates in the next `batches` batches."""

@@ -97,9 +97,8 @@ class Tap:
     def __init__(self, layer: keras.layers.Layer) -> None:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._records: TraceLists[TimedRecord] = TraceLists()
-        self._called: TraceLists[bool] = TraceLists()
         self._moments: dict[int, Any] = {}
-        self._is_nested = False
+        self._was_called = self._is_nested = False
         self._names = list(inspect.signature(layer.call).parameters)
         tapped = functools.partial(self._tapped_call, layer)
         self._overrides = [override(layer, "call", tapped)]
@@ -137,9 +136,9 @@ class Tap:
 
     @staticmethod
     def was_called(layer: keras.layers.Layer) -> bool:
-        """True if this replica has called the layer since the last query."""
+        """True if calls of the layer can be recorded, from its calls so far."""
         tap = kept_on(layer, _TAP)
-        return tap is not None and bool(tap._called.pop_items())
+        return tap is not None and tap._was_called and not tap._is_nested
 
     @staticmethod
     def calls(layer: keras.layers.Layer) -> list[list[Record]]:
@@ -163,6 +162,7 @@ class Tap:
         self._is_nested |= under_tape() and is_nested()
         if not capturing():
             return below(*args, **kwargs)
+        self._was_called = True
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         inputs = arguments.pop(self._names[0])
         mask = mask_of(inputs)
@@ -171,7 +171,6 @@ class Tap:
             shape = tf.TensorShape(inputs.shape)[: mask.shape.rank]
             mask = mask if shape.is_compatible_with(mask.shape) else None
         call_time, replica = next(_clock), replica_id()
-        self._called.current(replica)[:] = [True]
         # Do not capture `self`: a tape would keep the layer alive in a cycle.
         records = self._records
         # Forward mode calls `record` before the layer computes its moments.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfkfac.blocks import Block, LayerGradient, RowGradient
+from tfkfac.blocks import Block, LayerGradient, MatrixGradient, RowGradient
 from tfkfac.blocks.statistics import (
     BatchSettings,
     batch_statistics,
@@ -52,10 +52,10 @@ class ActiveBlock:
     def gradients(self, step: Step) -> list[tf.Tensor]:
         """Return the gradients of all weights; zeros without a gradient."""
         return [
-            tf.zeros(v.shape, self.block.dtype)
+            tf.zeros(self.block.variables[place].shape, self.block.dtype)
             if i is None
             else step.gradients[i]
-            for i, v in zip(self.indices, self.block.variables, strict=True)
+            for place, i in enumerate(self.indices)
         ]
 
 
@@ -76,6 +76,18 @@ class ActiveGroup:
     def has_rows(self) -> bool:
         """True if the gradients are rows (a, g)."""
         return self.layers[0].rows is not None
+
+    def matrices(self, step: Step) -> MatrixGradient:
+        """Return W of the layers, with dense gradients."""
+        W = tf.stack(
+            [
+                layer.block.to_matrix(layer.gradients(step))
+                for layer in self.layers
+            ]
+        )
+        W.set_shape([len(self.layers), *self.layers[0].block.gradient_shape])
+        scale = tf.math.reciprocal_no_nan(step.loss.unit)
+        return MatrixGradient(W).scaled(scale)
 
     def precondition(self, gradient: LayerGradient) -> LayerGradient:
         """Precondition gradients on a gradient worker."""
@@ -108,7 +120,6 @@ def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
     pairs = zip(step.variables, step.gradients, strict=True)
     index = {key_of(v): i for i, (v, g) in enumerate(pairs) if g is not None}
     layers = {id(block.layer): block.layer for block in state.blocks}
-    was_called = {key: Tap.was_called(layer) for key, layer in layers.items()}
     calls = {key: Tap.calls(layer) for key, layer in layers.items()}
     blocks, explained = [], []
     for position, block in enumerate(state.blocks):
@@ -126,7 +137,7 @@ def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
             continue
         if not block_records:
             has_penalties = all(v.regularizer is not None for v in weights)
-            if has_penalties and was_called[id(block.layer)]:
+            if has_penalties and Tap.was_called(block.layer):
                 continue
             raise ValueError(
                 f"Layer '{block.path}' has a gradient, but no call of it was "

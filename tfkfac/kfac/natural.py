@@ -164,7 +164,7 @@ class Natural:
         # decomposition of a block compute its P and send it to the others, so
         # P is bitwise equal on all workers.
         dense = [group for group in groups if not group.has_rows]
-        plain = [matrices_of(group, step) for group in dense]
+        plain = [group.matrices(step) for group in dense]
         local = [
             [group.precondition(W).matrix] if group.state.is_stored else None
             for group, W in zip(dense, plain, strict=True)
@@ -315,16 +315,6 @@ def total_of(products: Sequence[tf.Tensor]) -> tf.Tensor:
     """Return the sum of vectors, in float64."""
     wide = [tf.cast(vector, tf.float64) for vector in products]
     return tf.reduce_sum(tf.concat(wide, 0))
-
-
-def matrices_of(group: ActiveGroup, step: Step) -> MatrixGradient:
-    """Return W of the layers of a group with dense gradients."""
-    matrices = [
-        layer.block.to_matrix(layer.gradients(step)) for layer in group.layers
-    ]
-    W = tf.stack(matrices)
-    W.set_shape([len(matrices), *group.layers[0].block.gradient_shape])
-    return MatrixGradient(W).scaled(tf.math.reciprocal_no_nan(step.loss.unit))
 
 
 def apply_cheaper(

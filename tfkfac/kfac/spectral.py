@@ -50,7 +50,6 @@ from tfkfac.kfac.natural import (
     decayed,
     hint_at_inputs,
     joined_stacks,
-    matrices_of,
     replace_gradients,
     scale_rows,
     total_of,
@@ -353,7 +352,7 @@ def orthogonalize(
     by_rows = [group for group in groups if group.has_rows]
     dense = [group for group in groups if not group.has_rows]
     rows = [scale_rows(group, step) for group in by_rows]
-    matrices = [matrices_of(group, step) for group in dense]
+    matrices = [group.matrices(step) for group in dense]
     plain: list[Sequence[LayerGradient]] = [*rows, *([W] for W in matrices)]
     by_gradient = apply_cheaper(
         lambda group, W: (group.precondition(W),), by_rows, rows
