@@ -155,11 +155,8 @@ def test_rates_of_other_numbers_of_updates(updates: list[int]) -> None:
     model.updates = updates * 6
     rates = fit(model, epochs=3)
     earlier = np.cumsum([0, *updates * 6])
-    in_epoch = earlier[STEPS]  # updates of each epoch
     expected = 1 - earlier[:STEPS] / 12
-    start = 1 - in_epoch / 12
-    later = earlier[STEPS:-1] - in_epoch
-    expected = [*expected, *(start * (1 - later / (2 * in_epoch)))]
+    expected = [*expected, *(1 - earlier[STEPS:-1] / earlier[-1])]
     assert rates == pytest.approx(expected)
     assert earlier[-1] == optimizer.iterations
 

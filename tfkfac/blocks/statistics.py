@@ -384,7 +384,10 @@ _TOLERANCE = 1e-4
 
 
 def records_of(
-    block: Block, calls: Calls, gradients: Sequence[tf.Tensor]
+    block: Block,
+    calls: Calls,
+    gradients: Sequence[tf.Tensor],
+    is_present: Sequence[bool],
 ) -> tuple[list[Record], tf.Tensor | None]:
     """Merge records into one per call that yields the applied gradient.
 
@@ -403,6 +406,12 @@ def records_of(
     all_passes = [1.0] * len(last_pass)
     choices = tf.constant([last_pass, all_passes, first_pass], block.dtype)
     recorded = [block.gradient(block.rows(r)) for r in chain(*calls)]
+    if not all(is_present):  # compare the weights that have a gradient
+        ones = [
+            tf.fill(v.shape, tf.cast(flag, block.dtype))
+            for v, flag in zip(block.variables, is_present, strict=True)
+        ]
+        recorded = [W * block.to_matrix(ones) for W in recorded]
     rows = [tf.reshape(x, [1, -1]) for x in recorded]
     rows.append(tf.reshape(block.to_matrix(gradients), [1, -1]))
     matrix = tf.concat(rows, 0)

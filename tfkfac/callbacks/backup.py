@@ -29,7 +29,7 @@ from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 EXIT_CODE = 128 + signal.SIGTERM  # exit code of a shell after SIGTERM
 _SUFFIX = ".weights.h5"
-# The numbers of digits differ from usual names of `ModelCheckpoint`.
+# At least 6 and 9 digits: `ModelCheckpoint` usually has `epoch-{epoch:02d}`.
 _NAME = re.compile(r"epoch-(\d{6,})(?:_batch-(\d{9,}))?\.weights\.h5")
 _MISSING = "is not there"  # reported for a file that this worker cannot see
 _POSITION_GROUP = "chief_backup"
@@ -146,7 +146,7 @@ class ChiefBackup(
         self, directory: str | pathlib.Path, delete_checkpoint: bool = True
     ) -> None:
         super().__init__()
-        if "://" in str(directory):
+        if re.match(r"[A-Za-z][\w+.-]+:/", str(directory)):
             raise ValueError(
                 "Argument `directory` must be a path in a file system, for "
                 "example of a mounted bucket, not a URL. "
@@ -171,7 +171,8 @@ class ChiefBackup(
     def __exit__(self, *error: Any) -> None:
         """Restore the signal handler after `fit`, also after an error."""
         self._stopping = None
-        if self.model is not None:  # `fit` may have no epoch left
+        if self.model is not None:
+            # The first epoch of a backup is that of this `fit` only.
             set_first_epoch(self.model, None)
         self._context.close()
         if self._sigterm_received:  # received after the last batch
@@ -226,8 +227,6 @@ class ChiefBackup(
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        # Reset the first epoch, which a backup has set for this `fit` only.
-        set_first_epoch(self.model, None)
         if epoch > self._epoch:
             self.num_skipped = 0
         self._epoch, self._num_done = epoch, 0

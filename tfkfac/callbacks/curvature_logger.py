@@ -37,7 +37,8 @@ class CurvatureLogger(ConfigCallback):
     - `KFAC`: `KFAC.last_step`, "factor_updates", "inverse_updates"; for each
       layer whose factors this process stores, the "trace" of its Kronecker
       block A x G and the "condition" number of A x G + damping I.
-    - `FOSI`: "ritz_value_i", NaN before the first estimation.
+    - `FOSI`: "ritz_value_i", NaN before the first estimation and on
+      accelerators.
     - `GaussNewton`: `GaussNewton.last_step`.
 
     At the end of an epoch the scalars of the whole model are added to `logs` as
@@ -103,7 +104,7 @@ class CurvatureLogger(ConfigCallback):
     def on_train_begin(self, logs: Any = None) -> None:
         job = get_optimizer(self).method.job
         self._batches, self._logged = 0, int(job.clock)
-        self._last_time = time.perf_counter()
+        self._last_time, self._seconds_per_step = time.perf_counter(), math.nan
         if self.directory is not None:
             self._writer = tf.summary.create_file_writer(
                 str(self.directory),
@@ -134,8 +135,10 @@ class CurvatureLogger(ConfigCallback):
         steps = int(get_optimizer(self).method.job.clock)
         values = list(self._values(steps))
         # Some metrics of Keras are arrays, such as `F1Score`.
-        metrics = {k: v for k, v in logs.items() if not np.ndim(v)}
-        scalars = [*(Value(k, float(v)) for k, v in metrics.items()), *values]
+        scalars = [
+            *(Value(k, float(v)) for k, v in logs.items() if not np.ndim(v)),
+            *values,
+        ]
         if self._writer is not None:
             with self._writer.as_default():
                 for quantity, number, layer in scalars:
@@ -157,7 +160,7 @@ class CurvatureLogger(ConfigCallback):
         yield Value("skipped_steps", int(optimizer.skipped_steps))
         if isinstance(optimizer, FOSI):
             values = optimizer.spectrum()
-            if not len(values):  # `CSVLogger` has the columns of epoch 1
+            if not len(values):  # `CSVLogger` fixes its columns in epoch 1
                 values = np.full([optimizer.method.geometry.directions], np.nan)
             for i, value in enumerate(values):
                 yield Value(f"ritz_value_{i}", float(value))

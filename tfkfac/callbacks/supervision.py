@@ -22,9 +22,9 @@ from tfkfac.training.guards import largest_counts
 _batches_since_save: weakref.WeakKeyDictionary[
     keras.callbacks.Callback, int
 ] = weakref.WeakKeyDictionary()
-# Fraction of the steps of an epoch that Keras may skip while it searches a loss
-# scale. With more, updates are not made once for each batch.
-_SKIPS = 0.1
+# Fraction of the steps of an epoch. Keras' `LossScaleOptimizer` does not count
+# the steps that it skips: correct the plan only if more updates are missing.
+_MAX_SKIPPED_FRACTION = 0.1
 
 
 class Supervision(keras.callbacks.Callback):
@@ -140,7 +140,7 @@ class Supervision(keras.callbacks.Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._first_batch is not None:
+        if self._first_batch is not None and not self.model.stop_training:
             # The number of batches per epoch may be unknown in the first epoch,
             # and a custom `train_step` may not update once for each batch.
             plan, now = self._optimizer.plan, self._optimizer.num_updates
@@ -149,8 +149,10 @@ class Supervision(keras.callbacks.Callback):
             num_left = self._count_updates((epochs - epoch - 1) * batches)
             if plan.end is None:
                 plan.begin(now, num_left, epochs)
-            elif abs(batches - steps) > _SKIPS * steps:
+            elif steps == 0:
                 plan.move_end(now, num_left, steps)
+            elif abs(batches - steps) > _MAX_SKIPPED_FRACTION * steps:
+                plan.length.assign(now - int(plan.start.numpy()) + num_left)
             self._first_batch = None
         # Count the events of this `fit` on all workers after each epoch:
         # workers may reach the end of `fit` at different times.
@@ -174,7 +176,7 @@ class Supervision(keras.callbacks.Callback):
             print_line(f"{self._optimizer.name} in this fit: {counts}")
 
     def _num_batches(self) -> int:
-        """Return the batches so far, pending and skipped ones included."""
+        """Return the number of batches so far, also pending and skipped."""
         per_update, pending = self._optimizer.method.accumulation()
         steps = self._optimizer.num_updates + int(self._optimizer.skipped_steps)
         return steps * per_update + pending
@@ -233,8 +235,8 @@ class Supervision(keras.callbacks.Callback):
             plan.move_end(now, num_left, steps)
         else:
             plan.begin(now, num_left, epochs, steps)
-            if not skips and epochs - epoch > 1:
-                self._first_batch = self._num_batches()
+        if not skips and epochs - epoch > 1:
+            self._first_batch = self._num_batches()
 
     def _start_run(self) -> None:
         """Set the run length of the method; check that all workers agree."""

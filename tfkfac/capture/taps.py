@@ -98,7 +98,8 @@ class Tap:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._records: TraceLists[TimedRecord] = TraceLists()
         self._moments: dict[int, Any] = {}
-        self._was_called = self._is_nested = False
+        self._callers: set[int] = set()  # replicas
+        self._is_nested = False
         self._names = list(inspect.signature(layer.call).parameters)
         tapped = functools.partial(self._tapped_call, layer)
         self._overrides = [override(layer, "call", tapped)]
@@ -135,10 +136,16 @@ class Tap:
         return NESTED if tap is not None and tap._is_nested else None
 
     @staticmethod
-    def was_called(layer: keras.layers.Layer) -> bool:
-        """True if calls of the layer can be recorded, from its calls so far."""
-        tap = kept_on(layer, _TAP)
-        return tap is not None and tap._was_called and not tap._is_nested
+    def pop_called(layer: keras.layers.Layer) -> bool:
+        """True if this replica has called the layer since the last query.
+
+        False for a layer that was ever called in a nested graph.
+        """
+        tap, replica = kept_on(layer, _TAP), replica_id()
+        if tap is None or replica not in tap._callers:
+            return False
+        tap._callers.discard(replica)
+        return not tap._is_nested
 
     @staticmethod
     def calls(layer: keras.layers.Layer) -> list[list[Record]]:
@@ -162,15 +169,16 @@ class Tap:
         self._is_nested |= under_tape() and is_nested()
         if not capturing():
             return below(*args, **kwargs)
-        self._was_called = True
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         inputs = arguments.pop(self._names[0])
         mask = mask_of(inputs)
         if mask is not None:
-            # Keras hands masks on through layers that change the positions.
+            # With `supports_masking`, a layer may change the positions and
+            # keep the mask.
             shape = tf.TensorShape(inputs.shape)[: mask.shape.rank]
             mask = mask if shape.is_compatible_with(mask.shape) else None
         call_time, replica = next(_clock), replica_id()
+        self._callers.add(replica)
         # Do not capture `self`: a tape would keep the layer alive in a cycle.
         records = self._records
         # Forward mode calls `record` before the layer computes its moments.

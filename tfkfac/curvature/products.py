@@ -210,7 +210,7 @@ _products: weakref.WeakKeyDictionary[
 
 def _compiled_product(model: keras.Model) -> Callable[..., tf.Tensor]:
     """Return the traced Hessian product; trace again if the model changed."""
-    LossTap.open(model)  # replaces `compute_loss`, of which the key has the id
+    LossTap.open(model)  # before the key is made of `compute_loss`
     variables = tuple(id(v) for v in model.trainable_variables)
     # Cache ids only: references would keep the model alive.
     loss = getattr(model.compute_loss, "__func__", model.compute_loss)

@@ -130,7 +130,7 @@ class FOSIMethod(Method):
     # --------------------------------------------------- binding and state
     @override
     def set_run_length(self, steps: int | None) -> None:
-        """Set the default warm-up, unless it is already set or over."""
+        """Set the default warm-up, unless it is set or over, or steps is 0."""
         if self.settings.warmup_steps is not None or steps == 0:
             return
         for state in self.states[:1]:

@@ -36,7 +36,7 @@ class ActiveBlock:
     """Position among all blocks."""
     block: Block
     indices: tuple[int | None, ...]
-    """Indices of the block's gradients in the step's list; None: no gradient"""
+    """Index of each weight's gradient in the step; None without a gradient."""
     used: Block
     """The block that computes the statistics of this step."""
     records: Sequence[Record]
@@ -49,8 +49,13 @@ class ActiveBlock:
     output_scale: tf.Tensor | None = None
     """Factor of D; the damping is divided by its square. None for 1."""
 
+    @property
+    def present(self) -> list[int]:
+        """Indices of the gradients that are not missing."""
+        return [i for i in self.indices if i is not None]
+
     def gradients(self, step: Step) -> list[tf.Tensor]:
-        """Return the gradients of all weights; zeros without a gradient."""
+        """Return one gradient per weight; zeros for a missing gradient."""
         return [
             tf.zeros(self.block.variables[place].shape, self.block.dtype)
             if i is None
@@ -78,7 +83,7 @@ class ActiveGroup:
         return self.layers[0].rows is not None
 
     def matrices(self, step: Step) -> MatrixGradient:
-        """Return W of the layers, with dense gradients."""
+        """Stack the dense gradients, divided by the unit of the loss."""
         W = tf.stack(
             [
                 layer.block.to_matrix(layer.gradients(step))
@@ -113,31 +118,31 @@ def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
     """Return the blocks that have gradients and records in this step.
 
     Exclude blocks that do not support the calls of their layer in this step,
-    and blocks that no loss depends on: their gradients are those of penalties.
+    and layers that affect no loss: only regularizers give them a gradient.
     Count gradients that match no recorded backward pass.
     """
     key_of = functools.partial(variable_key, step.job.inner_optimizer)
     pairs = zip(step.variables, step.gradients, strict=True)
     index = {key_of(v): i for i, (v, g) in enumerate(pairs) if g is not None}
     layers = {id(block.layer): block.layer for block in state.blocks}
+    called = {key: Tap.pop_called(layer) for key, layer in layers.items()}
     calls = {key: Tap.calls(layer) for key, layer in layers.items()}
     blocks, explained = [], []
     for position, block in enumerate(state.blocks):
         indices = tuple(index.get(key_of(v)) for v in block.variables)
-        weights = [
-            v
-            for v, i in zip(block.variables, indices, strict=True)
-            if i is not None
-        ]
-        if not weights:
+        if all(i is None for i in indices):
             continue
         used = block.used_as(calls[id(block.layer)])
         block_records = used.relevant(calls[id(block.layer)])
         if block.skip_reason:
             continue
         if not block_records:
-            has_penalties = all(v.regularizer is not None for v in weights)
-            if has_penalties and Tap.was_called(block.layer):
+            has_penalties = all(
+                v.regularizer is not None
+                for v, i in zip(block.variables, indices, strict=True)
+                if i is not None
+            )
+            if has_penalties and called[id(block.layer)]:
                 continue
             raise ValueError(
                 f"Layer '{block.path}' has a gradient, but no call of it was "
@@ -148,8 +153,9 @@ def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
                 f"skip_layers=['{block.path}']."
             )
         active = ActiveBlock(position, block, indices, used, ())
+        is_present = [i is not None for i in indices]
         records, is_explained = records_of(
-            used, block_records, active.gradients(step)
+            used, block_records, active.gradients(step), is_present
         )
         if is_explained is not None:
             explained.append(([position], is_explained[None]))
@@ -196,10 +202,7 @@ def with_rows(
                 # The elements of `a^T g` are at most `sum |a| * sum |g|`.
                 # Squared norms could overflow for a finite gradient.
                 sums = [tf.reduce_sum(tf.abs(x)) for x in (W.a, W.g)]
-                step.drop_gradients(
-                    [i for i in layer.indices if i is not None],
-                    sums[0] * sums[1],
-                )
+                step.drop_gradients(layer.present, sums[0] * sums[1])
                 by_position[layer.position] = dataclasses.replace(
                     layer, rows=W, row_limit=limit
                 )

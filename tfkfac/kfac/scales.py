@@ -347,8 +347,7 @@ class OutputFit(NamedTuple):
         offsets = tf.zeros_like(beta), beta
         return {
             i: (due, alpha - 1, offset)
-            for i, offset in zip(self.layer.indices, offsets, strict=False)
-            if i is not None
+            for i, offset in zip(self.layer.present, offsets, strict=False)
         }
 
 
