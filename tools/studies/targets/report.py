@@ -55,10 +55,10 @@ sixth of the training data and seed 0; the best rate is between two others.
 Batches, weight decays and the rates at equal epochs are those of the next
 section. `KFAC()` has no setting. Test results: mean and standard deviation of
 seeds 5, 6 and 7, which tuned nothing; "better" and "worse" need three standard
-errors. ResNet-20 was not trained with Muon. One thread; other work ran beside.
-An update is a step with a batch.
-Fashion-MNIST is split at random, with seed 0, into 60,000 and 10,000 images:
-its results do not compare with those of the official split.
+errors. ResNet-20 was trained with seeds 5 and 6, and not with Muon. One thread;
+other work ran beside. An update is a step with a batch. Fashion-MNIST is split
+at random, with seed 0, into 60,000 and 10,000 images: its results do not
+compare with those of the official split.
 """
 CHART = (
     "![Curves of KFAC(), Muon and Adam over processor seconds on eight "
