@@ -99,8 +99,8 @@ class FitDecay(LearningRateSchedule):
     If Keras does not know the number of batches, the rate is constant in the
     first epoch and falls linearly over the others. If a custom `train_step`
     does not update once for each batch, T is corrected after the first epoch.
-    Outside of `fit` the rate
-    is constant, unless `optimizer.begin_run(steps)` sets the length.
+    Outside of `fit` the rate is constant, unless `optimizer.begin_run(steps)`
+    sets the length.
 
     Use it in an optimizer of tfkfac, as the learning rate of the inner or the
     rest optimizer. In Keras' optimizers alone the rate is constant.
